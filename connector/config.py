@@ -1,17 +1,17 @@
 """The connector's settings and errors, and its vLLM plugin entry point.
 
     ConnectorError
-    ├── ConfigError        a setting that cannot work, or a vLLM that does not fit; the sentence names it
+    ├── ConfigError        a setting that cannot work, or a vLLM that is not tested; the sentence names it
     └── SideChannelError   the side-channel address cannot be bound
 
 Both are raised only while a node starts: nothing that arrives in a request raises, it is refused (`RefusalReason`).
 
 Settings are read once in each process, from `kv_connector_extra_config`: `pdproxy_key_file`, `pdproxy_allowed_hosts`,
 `pdproxy_read_deadline`, `pdproxy_probe_timeout`, `pdproxy_verify_timeout`, `pdproxy_progress_delay`,
-`pdproxy_side_channel_connections`, `pdproxy_weights_label`, and vLLM's `kv_lease_duration`. vLLM logs that extra
-config, so ticket keys never stand in it: they come from a file (one key per line, `#` starts a comment) or from the
-environment variable `PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all verify. A running node takes
-new ones from the file (`ticket_keys`).
+`pdproxy_side_channel_connections`, `pdproxy_weights_label`, `pdproxy_allow_untested_vllm`, and vLLM's
+`kv_lease_duration`. vLLM logs that extra config, so ticket keys never stand in it: they come from a file (one key per
+line, `#` starts a comment) or from the environment variable `PDPROXY_TICKET_KEYS` (separated by commas). The first key
+signs, all verify. A running node takes new ones from the file (`ticket_keys`).
 """
 
 import hashlib
@@ -135,6 +135,24 @@ def from_vllm(kv_transfer_config: Any, environ: Mapping[str, str]) -> ConnectorC
     return ConnectorConfig.from_extra(
         kv_transfer_config.kv_role, kv_transfer_config.kv_load_failure_policy, extra, environ
     )
+
+
+ALLOW_UNTESTED_VLLM = "pdproxy_allow_untested_vllm"
+
+
+def allows_untested_vllm(extra: Mapping[str, Any]) -> bool:
+    """Whether a node may run a version of vLLM that is not tested (`vllm_version`). Raises ConfigError.
+
+    With several connectors on the node, the setting counts beside their list and in the extra config of each of them.
+    """
+    listed = extra.get("connectors")
+    children = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    given = [extra, *(child.get("kv_connector_extra_config") or {} for child in children)]
+    values = [each.get(ALLOW_UNTESTED_VLLM, False) for each in given]
+    for value in values:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{ALLOW_UNTESTED_VLLM} is {value!r}: use true or false.")
+    return any(values)
 
 
 def _role(role: str) -> Role:

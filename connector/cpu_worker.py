@@ -22,8 +22,7 @@ import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from connector.shape_check import require_fit
-from connector.vllm_contracts import SEEDED_CPU
+from connector.vllm_version import require_tested
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,7 +120,8 @@ class SeededCPUWorker(CPUWorker):
     """vLLM's, with that runner. vLLM's newer runner keeps seeds as numbers and needs nothing."""
 
     def init_device(self) -> None:
-        require_fit(SEEDED_CPU)
+        transfer = self.vllm_config.kv_transfer_config
+        require_tested(None if transfer is None else transfer.kv_connector_extra_config)
         super().init_device()
         if not self.use_v2_model_runner:
             self.model_runner = SeededCPURunner(self.vllm_config, self.device)

@@ -24,10 +24,9 @@ from connector.config import ENDPOINT_PLUGIN, ConfigError
 from connector.fingerprint import NONE
 from connector.node_fingerprint import tokenizer_source
 from connector.resume_order import node_secret
-from connector.shape_check import require_fit
 from connector.streams import HANDLERS, PREFIX, StreamRoute
 from connector.tokenizer_files import ChatArguments, chat_template_part
-from connector.vllm_contracts import DELIVERIES, STREAMS
+from connector.vllm_version import require_tested
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -42,14 +41,12 @@ PROMPTS_ROUTE = "/v1/pdproxy/prompts"
 
 
 class NodeRoutes(EndpointPlugin):
-    """The plugin. Raises ConfigError for a vLLM that differs; vLLM then logs it, and has no such routes."""
+    """The plugin."""
 
     name = ENDPOINT_PLUGIN
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        require_fit(DELIVERIES)
-        require_fit(STREAMS)
         self._streams = StreamRoute()
         self._chat_template = NONE
 
@@ -60,11 +57,16 @@ class NodeRoutes(EndpointPlugin):
         app.router.routes += [Route(PREFIX + path, self._streams, methods=["POST"]) for path in HANDLERS]
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:  # noqa: ARG002 - vLLM names the arguments
-        """Read the chat template, and serve streams if the engine decodes for others."""
+        """Read the chat template, and serve streams if the engine decodes for others.
+
+        Raises ConfigError, which ends the node, for a decode node whose vLLM is not tested.
+        """
+        decodes = engine_client is not None and _decodes(engine_client.vllm_config)
         if engine_client is not None:
+            if decodes:
+                require_tested(engine_client.vllm_config.kv_transfer_config.kv_connector_extra_config)
             source = tokenizer_source(engine_client.vllm_config)
             self._chat_template = chat_template_part(source, ChatArguments.of(args))
-        decodes = engine_client is not None and _decodes(engine_client.vllm_config)
         self._streams.secret = _secret(os.environ) if decodes else None
 
     async def _prompts(self) -> JSONResponse:

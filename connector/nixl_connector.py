@@ -42,7 +42,7 @@ Bounds. Blocks whose proxy was killed are freed `kv_lease_duration` (30 s unless
 decode node that has the request queued or running renews them until it has read, or is gone, and then once at most.
 Versions. vLLM's NIXL handshake hashes its own version: nodes of two versions refuse each other, the read ends as
 `incompatible`, and the decode node computes the prompt. An unknown ticket version is refused.
-A vLLM that differs from `vllm_contracts` is refused when the node starts (`shape_check`).
+A vLLM that the connector is not tested with is refused when the node starts (`vllm_version`).
 
 The rest: `config` (settings, errors, vLLM's plugin entry point), `weights` (digests of checkpoints and LoRA adapters),
 `cpu_worker` (seeded sampling and resumed requests on CPU nodes), `tiers/` (several connectors on one node), `liveness`
@@ -59,9 +59,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
 from connector.config import SECRET_VARIABLE, STATE_LAYOUT, ConnectorConfig, from_vllm, has_endpoints
-from connector.shape_check import require_fit, vllm_names
 from connector.ticket_keys import following
-from connector.vllm_contracts import HAND_OVERS
+from connector.vllm_version import require_tested, vllm_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,7 +105,7 @@ class NixlConnector(NixlPullConnector):
     connector_worker: ConnectorWorker | None
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        require_fit(HAND_OVERS)
+        require_tested(vllm_config.kv_transfer_config.kv_connector_extra_config)
         # Skips NixlPullConnector's constructor, which would make vLLM's own two sides, the worker's with a NIXL agent.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         config = following(from_vllm(vllm_config.kv_transfer_config, os.environ))

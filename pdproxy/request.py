@@ -9,8 +9,8 @@ import enum
 import json
 import re
 from array import array
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -87,12 +87,62 @@ def header(headers: Headers, name: str) -> str | None:
     return None
 
 
+def media_type(headers: Headers) -> str:
+    """What kind of body the headers announce: in lower case, and without parameters; "" where they do not say."""
+    return (header(headers, "content-type") or "").partition(";")[0].strip().lower()
+
+
+Content = TypeVar("Content")
+
+
+class HeldBody(Generic[Content]):
+    """A client's body for as long as a node may have to get it. Then its holder drops it: its bytes are freed.
+
+    ``on_dropped``: called when it is dropped, once.
+    """
+
+    __slots__ = ("_content", "_on_dropped")
+
+    def __init__(self, content: Content, on_dropped: Callable[[], None] = lambda: None) -> None:
+        self._content: Content | None = content
+        self._on_dropped = on_dropped
+
+    @property
+    def content(self) -> Content:
+        """It must not be dropped yet."""
+        if self._content is None:
+            raise RuntimeError("a body was asked for that was dropped")
+        return self._content
+
+    @property
+    def dropped(self) -> bool:
+        return self._content is None
+
+    def drop(self) -> None:
+        """Nothing can need it any more. Idempotent."""
+        if self._content is not None:
+            self._content = None
+            self._on_dropped()
+
+    def parts(self, contents: Sequence[Content]) -> list["HeldBody[Content]"]:
+        """Bodies that are made of the same bytes: this one is dropped with the last of them."""
+        left = len(contents)
+
+        def on_part_dropped() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self.drop()
+
+        return [HeldBody(content, on_part_dropped) for content in contents]
+
+
 class ClientRequest(msgspec.Struct, frozen=True):
     """One request to a generating endpoint.
 
     Attributes:
         request_id: the client's ``x-request-id`` where it is usable, else one of ours.
-        body: the JSON object, its values raw, already scrubbed of what a client may not send.
+        held: the JSON object, its values raw, already scrubbed of what a client may not send.
         headers: what may be passed on to a node (end-to-end headers, no credentials unless configured).
         priority: smaller is served first, as in vLLM.
         arrived: monotonic seconds.
@@ -105,7 +155,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
 
     request_id: str
     endpoint: Endpoint
-    body: Json
+    held: HeldBody[Json]
     headers: Headers
     model: str
     stream: bool
@@ -116,6 +166,11 @@ class ClientRequest(msgspec.Struct, frozen=True):
     session: int | None = None
     api_key: str = ""
     on_usage: Callable[[int, int], None] = lambda _prompt, _completion: None
+
+    @property
+    def body(self) -> Json:
+        """It must not be dropped yet."""
+        return self.held.content
 
 
 class LocalReason(enum.StrEnum):
@@ -232,17 +287,23 @@ class SubRequest(msgspec.Struct, frozen=True, weakref=True):
     """One prompt of a client's request.
 
     Attributes:
+        held: the request's body with this prompt alone.
         name: the request id, with the prompt's number if there are several.
         index: the prompt's number, from 0.
         text: of a prompt that is too long to be read from the body where it is needed.
     """
 
     request: ClientRequest
-    body: Json
+    held: HeldBody[Json]
     shape: Shape
     name: str
     index: int = 0
     text: PromptText | None = None
+
+    @property
+    def body(self) -> Json:
+        """It must not be dropped yet."""
+        return self.held.content
 
     @property
     def endpoint(self) -> Endpoint:

@@ -6,14 +6,9 @@ import gc
 import logging
 import os
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-if TYPE_CHECKING:
-    from tests.vllm_compat.our_use import Touches
-    from tests.vllm_compat.vllm_source import Library, Shape
 
 FOREIGN_LOGGERS = frozenset({"torch", "transformers", "huggingface_hub", "opentelemetry"})
 OUR_LOGGERS = "vllm.pdproxy"
@@ -72,27 +67,3 @@ def pytest_configure(config: pytest.Config) -> None:
     """Add the exceptions to the rule that a warning is an error."""
     for line in FOREIGN:
         config.addinivalue_line("filterwarnings", line)
-
-
-@pytest.fixture(scope="session")
-def touched() -> Touches:
-    """What the connector touches of vLLM."""
-    from tests.vllm_compat.__main__ import our_touches
-
-    return our_touches()
-
-
-@pytest.fixture(scope="session")
-def library() -> Library:
-    """The installed vLLM's source, which is parsed once."""
-    from tests.vllm_compat.__main__ import installed_library
-
-    return installed_library()
-
-
-@pytest.fixture(scope="session")
-def installed(library: Library) -> Shape:
-    """What the connector touches or asks of the installed vLLM, as its source has it."""
-    from tests.vllm_compat.__main__ import installed_version, shape_of
-
-    return shape_of(library, installed_version())

@@ -27,7 +27,6 @@ from connector.admission import Admission, Unchanged
 from connector.decode_reads import Quarantine
 from connector.kv_groups import sequence_blocks
 from connector.scheduler import ConnectorScheduler
-from connector.shape_check import require_fit
 from connector.tiers.children import MultiSettings, make_children
 from connector.tiers.pending_loads import LoadDeadlines, PendingLoads
 from connector.tiers.rank_loads import RankLoads, WeightedMetadata, WeightedReport, notify_output, notify_preempted
@@ -40,7 +39,7 @@ from connector.tiers.stats import (
     SelectionStats,
     SharedMetric,
 )
-from connector.vllm_contracts import TIERS
+from connector.vllm_version import require_tested
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,7 +61,7 @@ class WeightedMultiConnector(MultiConnector):
     """Several connectors on one node; the one whose load saves most loads. Raises ConfigError."""
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
-        require_fit(TIERS)
+        require_tested(vllm_config.kv_transfer_config.kv_connector_extra_config)
         settings = self._settings(vllm_config)
         listed = vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"]
         require_children(settings.children, listed)

@@ -118,7 +118,7 @@ class EventPrefixSource:
         """All of the prompt's hashes, while the request is under way: for those that go on from it."""
         await asyncio.sleep(0)  # the legs go out first
         candidates = self._candidates(sub_request)
-        if candidates is None:
+        if candidates is None or sub_request.held.dropped:
             return
         exact = await self._finder.ask(sub_request, candidates.schemes, candidates.render, Waits.NOTHING)
         if exact is None or prompt.plan is None:

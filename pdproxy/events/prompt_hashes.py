@@ -90,7 +90,7 @@ class HashFinder:
         """What is known without a node."""
         ids = given_ids(sub_request)
         if ids is not None:
-            return await _hashed(ids, schemes, sub_request.body, Ids.GIVEN)
+            return await _hashed(ids, schemes, _extras(sub_request.body), Ids.GIVEN)
         known = self._texts.known(sub_request)
         hashes = {} if known.rendering is None else _first(known.rendering.hashes, schemes, known.tokens)
         if known.whole and hashes:
@@ -111,11 +111,11 @@ class HashFinder:
         self, sub_request: SubRequest, schemes: Sequence[SchemeIndex], node: Node, waits: Waits
     ) -> PromptHashes | None:
         """All of it, from a node; None where that does not tell it in time. It is remembered for later prompts."""
-        question = tokenize_body(sub_request)
+        question, extras = tokenize_body(sub_request), _extras(sub_request.body)
         ids = None if question is None else await self._token_ids.of(question, node, waits)
         if ids is None:
             return None
-        prompt = await _hashed(ids, schemes, sub_request.body, Ids.KNOWN)
+        prompt = await _hashed(ids, schemes, extras, Ids.KNOWN)
         self._texts.tokenized(sub_request, prompt.tokens, prompt.hashes)
         return prompt
 
@@ -126,10 +126,10 @@ class HashFinder:
         self._cached_rest[before.met > 0] = self._cached_rest[before.met > 0] * kept + share * (1 - kept)
 
 
-async def _hashed(ids: Sequence[int], schemes: Sequence[SchemeIndex], body: Json, known: Ids) -> PromptHashes:
+async def _hashed(ids: Sequence[int], schemes: Sequence[SchemeIndex], extras: PromptExtras, known: Ids) -> PromptHashes:
     hashes = dict[HashScheme, Sequence[int]]()
     for scheme in schemes if len(ids) <= MOST_TOKENS else ():
-        made = await _hashes(scheme, ids, _extras(body))
+        made = await _hashes(scheme, ids, extras)
         if made is not None:
             hashes[scheme.index.scheme] = array("Q", made)
     return PromptHashes(len(ids), len(ids), len(ids), hashes, known)

@@ -7,6 +7,7 @@ framework's routing would cost more than our own work.
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Awaitable
 from typing import Self
 
 import msgspec
@@ -31,6 +32,7 @@ from pdproxy.intake.request_context import (
     Send,
     TrackedSend,
     accept_body,
+    check_head,
     headers_of,
     promised_length,
     read_body,
@@ -41,6 +43,7 @@ from pdproxy.intake.request_context import (
 )
 from pdproxy.intake.session import session_of
 from pdproxy.intake.sse_keep_alive import answer_with_comments
+from pdproxy.legs.form import FORM, model_in_form
 from pdproxy.legs.parse import LARGE, model_of, parse, parsing, reading, scrub
 from pdproxy.legs.turns import in_turns
 from pdproxy.nodes.pool import Pool
@@ -49,7 +52,7 @@ from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
 from pdproxy.raw_json import value_of
-from pdproxy.request import ClientRequest, Endpoint, Headers, Json, header, write_json
+from pdproxy.request import ClientRequest, Endpoint, Headers, HeldBody, Json, header, media_type, write_json
 from pdproxy.response import EXCHANGE_EXTENSION, ProxyResponse
 from pdproxy.settings.types import BY_CACHE, Credential, Routing
 
@@ -132,18 +135,23 @@ class RequestHandler:
         with self._admitted(context) as admitted:
             watcher = DisconnectWatcher(context.exchange)
             try:
-                request = await self._generating(context, endpoint, arrived, admitted, watcher)
+                raw = self._read_at_once(context, admitted.reservation)
+                if raw is None:
+                    raw = await self._read(context, admitted.reservation)
+                body = parse(endpoint, raw) if len(raw) <= LARGE else await in_turns(parsing(endpoint, raw))
+                held = HeldBody[Json](scrub(body), admitted.reservation.close)
+                request = self._request(context, endpoint, held, arrived, watcher, admitted.api_key)
+                if admitted.charge is not None:
+                    request = await self._charged(request, admitted.charge)
             except NOT_TAKEN as error:
                 self.not_taken(context, error, admitted.api_key.name)
                 raise
+            del raw, body  # `held` lets them go while the answer is on its way
             with watcher:
-                await self._respond(context, await self._answer(context, request), admitted.charge)
-
-    async def _answer(self, context: RequestContext, request: ClientRequest) -> ProxyResponse:
-        answer = self.orchestrator.answer(request)
-        if not request.stream or not self.config.sse_keep_alive:
-            return await answer
-        return await answer_with_comments(context, answer, self.config.sse_keep_alive)
+                answer = self.orchestrator.answer(request)
+                if request.stream and self.config.sse_keep_alive:
+                    answer = answer_with_comments(context, answer, self.config.sse_keep_alive)
+                await self._respond(context, await answer, admitted.charge)
 
     async def forward(self, context: RequestContext) -> None:
         """Have one node answer a request that the proxy does not understand.
@@ -151,24 +159,35 @@ class RequestHandler:
         Raises:
             ClientError, ClientGone: as `generate`.
         """
-        deadline = self.clock.now() + self.config.request_seconds
+        arrived = self.clock.now()
         with self._admitted(context) as admitted:
+            watcher = DisconnectWatcher(context.exchange)
             try:
-                raw = await self._read(context, admitted.reservation)
-                if context.path in routes.SCRUBBED:
-                    raw = write_json(scrub(await in_turns(reading(raw))))
+                request = await self._forwarding(context, arrived, admitted, watcher)
             except NOT_TAKEN as error:
                 self.not_taken(context, error, admitted.api_key.name)
                 raise
-            path = f"{context.path}?{context.query}" if context.query else context.path
-            watcher = DisconnectWatcher(context.exchange)
-            headers = self._node_headers(context)
-            model, key = model_of(raw), admitted.api_key.name
-            request = ForwardRequest(
-                context.request_id, context.method, path, headers, raw, model, deadline, watcher.left, key
-            )
             with watcher:
                 await self._respond(context, await self.orchestrator.forward(request), admitted.charge)
+
+    async def _forwarding(
+        self, context: RequestContext, arrived: float, admitted: _Admitted, watcher: DisconnectWatcher
+    ) -> ForwardRequest:
+        """The request, read as far as its model's name."""
+        raw = await self._read(context, admitted.reservation)
+        if context.path in routes.SCRUBBED:
+            raw = write_json(scrub(await in_turns(reading(raw))))
+        return ForwardRequest(
+            request_id=context.request_id,
+            method=context.method,
+            path=f"{context.path}?{context.query}" if context.query else context.path,
+            headers=self._node_headers(context),
+            held=HeldBody(raw, admitted.reservation.close),
+            model=await _forwarded_model(context.headers, raw),
+            deadline=arrived + self.config.request_seconds,
+            left=watcher.left,
+            api_key=admitted.api_key.name,
+        )
 
     def not_taken(self, context: RequestContext, error: BaseException, key: str = "") -> None:
         """Count and log a request that ends before the orchestrator has it: one of `NOT_TAKEN` was raised."""
@@ -180,26 +199,10 @@ class RequestHandler:
             case _:
                 self.not_taken(context, shutting_down_error(), key)
 
-    async def _generating(
-        self,
-        context: RequestContext,
-        endpoint: Endpoint,
-        arrived: float,
-        admitted: _Admitted,
-        watcher: DisconnectWatcher,
-    ) -> ClientRequest:
-        """The request, read and understood."""
-        api_key = admitted.api_key
-        raw = await self._read(context, admitted.reservation)
-        body = scrub(parse(endpoint, raw) if len(raw) <= LARGE else await in_turns(parsing(endpoint, raw)))
-        request = self._request(context, endpoint, body, arrived, watcher, api_key)
-        if self.config.routing in _BY_SESSION:
-            session = session_of(context.headers, body, api_key.name)
-            request = msgspec.structs.replace(request, session=session)
-        if admitted.charge is not None:
-            admitted.charge.expect(*await self.orchestrator.expected_tokens(endpoint, body))
-            request = msgspec.structs.replace(request, on_usage=admitted.charge.used)
-        return request
+    async def _charged(self, request: ClientRequest, charge: RateCharge) -> ClientRequest:
+        """The request, whose tokens count against its key's rates."""
+        charge.expect(*await self.orchestrator.expected_tokens(request.endpoint, request.body))
+        return msgspec.structs.replace(request, on_usage=charge.used)
 
     def _admitted(self, context: RequestContext) -> _Admitted:
         """What is decided before the body is read: by the key, its limits, the body's type, the room for bodies and in
@@ -223,6 +226,13 @@ class RequestHandler:
             raise unread(error, context.headers) from None
         return _Admitted(api_key, reservation, charge, self.open_requests)
 
+    def _read_at_once(self, context: RequestContext, reservation: Reservation) -> bytes | None:
+        """The body where all of it is here and it is not compressed: most are, and need no coroutine."""
+        if header(context.headers, "content-encoding") is not None:
+            return None
+        whole = context.exchange.take_body()
+        return None if whole is None else accept_body(whole, self.config.body_bytes, reservation.grow_to)
+
     async def _read(self, context: RequestContext, reservation: Reservation) -> bytes:
         body = await self._received(context, reservation)
         coding = header(context.headers, "content-encoding")
@@ -240,11 +250,12 @@ class RequestHandler:
     async def _received(self, context: RequestContext, reservation: Reservation) -> bytes:
         """The body as it was sent."""
         most, whole = self.config.body_bytes, context.exchange.take_body()
+        check_head(context.headers, most)
         if whole is not None:
-            return accept_body(whole, context.headers, most, reservation.grow_to)
+            return accept_body(whole, most, reservation.grow_to)
         try:
             async with asyncio.timeout(self.config.upload_seconds):
-                return await read_body(context.receive, context.headers, most, reservation.grow_to)
+                return await read_body(context.receive, most, reservation.grow_to)
         except TimeoutError:
             text = f"The body did not arrive within {self.config.upload_seconds:g} s."
             raise ClientError(408, text, code="upload_timeout", headers=(("connection", "close"),)) from None
@@ -253,19 +264,21 @@ class RequestHandler:
         self,
         context: RequestContext,
         endpoint: Endpoint,
-        body: Json,
+        held: HeldBody[Json],
         arrived: float,
         watcher: DisconnectWatcher,
         api_key: ApiKey,
     ) -> ClientRequest:
+        body = held.content
         return ClientRequest(
             request_id=context.request_id,
             endpoint=endpoint,
-            body=body,
+            held=held,
             headers=self._node_headers(context),
             model=str(value_of(body["model"])),
             stream=value_of(body.get("stream")) is True,
             priority=priority_of(context.headers, body),
+            session=session_of(context.headers, body, api_key.name) if self.config.routing in _BY_SESSION else None,
             arrived=arrived,
             deadline=arrived + self.config.request_seconds,
             left=watcher.left,
@@ -303,6 +316,13 @@ class RequestHandler:
             await response.body.aclose()
 
 
+async def _forwarded_model(headers: Headers, raw: bytes) -> str:
+    """The model that a body asks for which goes to one node as it is."""
+    if media_type(headers) == FORM:
+        return await in_turns(model_in_form(raw, header(headers, "content-type") or ""))
+    return model_of(raw)
+
+
 class ApiApp:
     """Routes requests by path and method.
 
@@ -333,7 +353,7 @@ class ApiApp:
             endpoint=routes.GENERATING.get(path),
         )
         try:
-            await self._dispatch(context, scope)
+            await self._answer(context, scope)
         except ClientGone:
             pass
         except ClientError as error:
@@ -348,28 +368,27 @@ class ApiApp:
             await context.refuse(ClientError(500, text, kind="server_error", code=BUG))
             raise
 
-    async def _dispatch(self, context: RequestContext, scope: Scope) -> None:
-        path = context.path
-        method = "GET" if context.method == "HEAD" else context.method  # the server leaves the body out
-        if method == "POST" and context.endpoint is not None:
-            await self._handler.generate(context, context.endpoint)
-        elif context.method in routes.FORWARDED.get(path, ()):
-            await self._handler.forward(context)
-        else:
-            try:
-                await self._answer_itself(context, scope, method)
-            except ClientError as error:
-                self._handler.not_taken(context, error)
-                raise
+    def _answer(self, context: RequestContext, scope: Scope) -> Awaitable[None]:
+        """By whom the path is answered."""
+        if context.method == "POST" and context.endpoint is not None:
+            return self._handler.generate(context, context.endpoint)
+        if context.method in routes.FORWARDED.get(context.path, ()):
+            return self._handler.forward(context)
+        return self._answer_itself(context, scope)
 
-    async def _answer_itself(self, context: RequestContext, scope: Scope, method: str) -> None:
+    async def _answer_itself(self, context: RequestContext, scope: Scope) -> None:
         """What needs no node."""
-        if method == "GET" and context.path in self._shown:
-            await self._operate(context, scope)
-        elif method == "GET" and (body := self._document(context)) is not None:
-            await send_whole(context.send, 200, (JSON_HEADER,), body)
-        else:
-            raise routes.unknown_path(context.method, context.path, self._shown)
+        try:
+            method = "GET" if context.method == "HEAD" else context.method  # the server leaves the body out
+            if method == "GET" and context.path in self._shown:
+                await self._operate(context, scope)
+            elif method == "GET" and (body := self._document(context)) is not None:
+                await send_whole(context.send, 200, (JSON_HEADER,), body)
+            else:
+                raise routes.unknown_path(context.method, context.path, self._shown)
+        except ClientError as error:
+            self._handler.not_taken(context, error)
+            raise
 
     async def _operate(self, context: RequestContext, scope: Scope) -> None:
         if context.path == routes.METRICS:

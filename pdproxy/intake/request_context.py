@@ -35,7 +35,7 @@ def headers_of(scope: Scope) -> Headers:
     return tuple([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]])
 
 
-async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Callable[[int], None]) -> bytes:
+async def read_body(receive: Receive, limit: int, grow_to: Callable[[int], None]) -> bytes:
     """The request's whole body.
 
     Args:
@@ -43,10 +43,9 @@ async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Cal
         grow_to: called with the number of bytes that have arrived; may raise.
 
     Raises:
-        ClientError: 413 when it is longer than ``limit``; 415 when it is compressed in a way that is not understood.
+        ClientError: 413 when it is longer than ``limit``.
         ClientGone: the client left while sending.
     """
-    _check_head(headers, limit)
     body, size = None, 0
     while True:
         message = await receive()
@@ -66,16 +65,17 @@ async def read_body(receive: Receive, headers: Headers, limit: int, grow_to: Cal
             return body.getvalue()
 
 
-def accept_body(body: bytes, headers: Headers, limit: int, grow_to: Callable[[int], None]) -> bytes:
+def accept_body(body: bytes, limit: int, grow_to: Callable[[int], None]) -> bytes:
     """As `read_body`, for one that is here as a whole."""
-    _check_head(headers, limit)
     if len(body) > limit:
         raise too_large(limit)
     grow_to(len(body))
     return body
 
 
-def _check_head(headers: Headers, limit: int) -> None:
+def check_head(headers: Headers, limit: int) -> None:
+    """Raises ClientError: 413 where the head tells of a body longer than ``limit``, 415 where of one that is compressed
+    in a way that is not understood."""
     is_compressed(header(headers, "content-encoding"))
     if promised_length(headers) > limit:
         raise too_large(limit)

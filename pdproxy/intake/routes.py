@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from pdproxy import __version__
 from pdproxy.errors import ClientError
+from pdproxy.legs.form import FORM
 from pdproxy.nodes.node import Role, Snapshot, State
-from pdproxy.request import Endpoint, Headers, Json, header, write_json
+from pdproxy.request import Endpoint, Headers, Json, media_type, write_json
 from pdproxy.settings.types import MetricsPort
 
 GENERATING = {endpoint.value: endpoint for endpoint in Endpoint}
@@ -132,13 +133,10 @@ def check_media_type(path: str, headers: Headers) -> None:
     Raises:
         ClientError: 400, vLLM's status.
     """
-    declared = header(headers, "content-type") or ""
-    if declared == "application/json" or path in BODILESS:
+    declared = media_type(headers)
+    if declared == "application/json" or path in BODILESS or (path in AUDIO and declared == FORM):
         return
-    media_type = declared.lower().partition(";")[0]
-    if media_type == "application/json" or (path in AUDIO and media_type == "multipart/form-data"):
-        return
-    allowed = "'multipart/form-data'" if path in AUDIO else "'application/json'"
+    allowed = f"'{FORM}'" if path in AUDIO else "'application/json'"
     text = f"Unsupported Media Type: Only {allowed} is allowed: say so in the header Content-Type."
     raise ClientError(400, text, code="unsupported_media_type")
 

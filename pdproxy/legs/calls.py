@@ -13,7 +13,7 @@ from pdproxy.legs.parse import LARGE
 from pdproxy.legs.rewrite import release_body, resume_body
 from pdproxy.nodes.node import Node
 from pdproxy.raw_json import LIST, SMALL, first_byte, kind_of_items, value_of
-from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, read_json, write_json
+from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, media_type, read_json, write_json
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
 from pdproxy.usage import read_usage
 
@@ -118,8 +118,8 @@ async def decode(
         if form.route is StreamRoute.JOURNALED and _left_to_endpoint(fault):
             raise NodeFault(Fault.NO_ROUTE, f"status {fault.status} from {path}", status=fault.status) from fault
         raise
-    kind = header(response.headers, "content-type") or ""
-    if bool(value_of(body.get("stream"))) == kind.startswith(EVENT_STREAM):
+    kind = media_type(response.headers)
+    if bool(value_of(body.get("stream"))) == (kind == EVENT_STREAM):
         return response
     await response.aclose()
     raise NodeFault(

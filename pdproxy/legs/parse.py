@@ -6,7 +6,6 @@ is read.
 """
 
 import contextlib
-import re
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
@@ -119,11 +118,11 @@ def _several(endpoint: Endpoint, body: Json) -> msgspec.Raw | None:
 
 
 def _check_model(body: Json) -> None:
-    if not _model_name(body.get("model")):
+    if not model_name(body.get("model")):
         raise _bad("model", "`model` must be the name of a model; GET /v1/models lists them.")
 
 
-def _model_name(value: object) -> str:
+def model_name(value: object) -> str:
     """The text; "" for anything else, and the `ClientError` 404 for one that is too long."""
     name = value_of(value)
     long_text = isinstance(name, msgspec.Raw) and first_byte(name) == TEXT
@@ -235,10 +234,6 @@ def split(endpoint: Endpoint, body: Json) -> tuple[dict[str, object], ...]:
     return tuple({**body, "prompt": each} for each in first_items(raw))
 
 
-_IN_FORM = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--')
-"""The ``model`` field of a multipart form, such as audio comes in."""
-
-
 class _Named(msgspec.Struct):
     """What is read of a body that goes to one node: nothing of it is made an object."""
 
@@ -249,15 +244,11 @@ _MODEL = msgspec.json.Decoder(_Named).decode
 
 
 def model_of(raw: bytes) -> str:
-    """The ``model`` of a JSON body or a form; "" where there is none.
+    """The ``model`` of a JSON body; "" where there is none.
 
     Raises:
         ClientError: 404 for a name that is too long to be one.
     """
-    if raw.startswith(b"--"):
-        field = _IN_FORM.search(raw)
-        name = "" if field is None else field.group(1).decode("utf-8", "replace")
-        return _model_name(name)
     with contextlib.suppress(msgspec.MsgspecError, RecursionError):
-        return _model_name(_MODEL(raw).model)
+        return model_name(_MODEL(raw).model)
     return ""

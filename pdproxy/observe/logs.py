@@ -300,6 +300,7 @@ def configure(log: Log, descriptor: int, constant: Mapping[str, Value] = Mapping
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each malformed form that a client sends
     logging.getLogger("pdproxy").setLevel(log.level.upper())
     return handler
 

@@ -203,17 +203,19 @@ class TracedApp:
     app: App
     tracer: trace.Tracer | None
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Message, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http" or (self.tracer is None and not _has_trace(scope)):
+            return self.app(scope, receive, send)
+        if self.tracer is None:
+            return self._within_clients(scope, receive, send)
+        return self._traced(self.tracer, scope, receive, send)
+
+    async def _within_clients(self, scope: Message, receive: Receive, send: Send) -> None:
+        token = context.attach(_PROPAGATOR.extract(_trace_headers(scope)))
+        try:
             await self.app(scope, receive, send)
-        elif self.tracer is None:
-            token = context.attach(_PROPAGATOR.extract(_trace_headers(scope)))
-            try:
-                await self.app(scope, receive, send)
-            finally:
-                context.detach(token)
-        else:
-            await self._traced(self.tracer, scope, receive, send)
+        finally:
+            context.detach(token)
 
     async def _traced(self, tracer: trace.Tracer, scope: Message, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]

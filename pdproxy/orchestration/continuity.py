@@ -68,6 +68,11 @@ class Continuity:
         return None if started else Move.RESTARTED
 
     @property
+    def may_move(self) -> bool:
+        """Whether the stream can ever move again, if there are nodes for it: else its body is of no more use."""
+        return self.left > 0 and (self._resumable or not self.transcript.started)
+
+    @property
     def _resumable(self) -> bool:
         return self.journal is not None and self.journal.reason is None
 

@@ -16,7 +16,7 @@ from pdproxy.planning.cost import Price, Quote
 from pdproxy.planning.plan import Candidates, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.raw_json import value_of
-from pdproxy.request import ClientRequest, Endpoint, SubRequest
+from pdproxy.request import ClientRequest, Endpoint, HeldBody, Json, SubRequest
 
 
 async def explain(context: OrchestrationContext, endpoint: Endpoint, raw: bytes) -> dict[str, object]:
@@ -49,10 +49,10 @@ async def explain(context: OrchestrationContext, endpoint: Endpoint, raw: bytes)
 async def _sub_request(context: OrchestrationContext, endpoint: Endpoint, body: dict[str, object]) -> SubRequest:
     now, bodies = context.clock.now(), split(endpoint, body)
     request = ClientRequest(
-        "debug", endpoint, body, (), str(value_of(body["model"])), False, 0, now, now, lambda: False
+        "debug", endpoint, HeldBody[Json](body), (), str(value_of(body["model"])), False, 0, now, now, lambda: False
     )
     facts = await PromptReader().facts(endpoint, bodies[0])
-    return SubRequest(request, bodies[0], shape(endpoint, bodies[0], facts), "debug", text=facts.text)
+    return SubRequest(request, HeldBody[Json](bodies[0]), shape(endpoint, bodies[0], facts), "debug", text=facts.text)
 
 
 def _plan_facts(chosen: Plan) -> dict[str, object]:

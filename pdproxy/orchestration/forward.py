@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from pdproxy.orchestration.request_queue import Asked
 from pdproxy.orchestration.resources import Admission
 from pdproxy.planning.plan import choose
 from pdproxy.planning.plan_types import NoNode, PlanInput, UnknownModel
-from pdproxy.request import Headers, header
+from pdproxy.request import Headers, HeldBody, header
 from pdproxy.response import ProxyResponse, Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, read_to_end
 
@@ -33,6 +32,7 @@ class ForwardRequest:
     Attributes:
         path: with its query string; intake has checked that it is allowed.
         headers: the client's end-to-end headers.
+        held: the body.
         model: "" for any.
         deadline: monotonic seconds by which the whole request must have ended.
         left: whether the client has disconnected.
@@ -43,7 +43,7 @@ class ForwardRequest:
     method: str
     path: str
     headers: Headers
-    body: bytes
+    held: HeldBody[bytes]
     model: str
     deadline: float
     left: Callable[[], bool]
@@ -76,6 +76,7 @@ async def forward(
         held.callback(admission.end)
         await admission.begin(lambda _: True, lambda: ANY_ROOM)
         response = await _forward(context, request, failure, held, ended)
+        request.held.drop()  # its node has answered: no other one is asked
     if isinstance(response.body, bytes):
         ended(response.status, status_outcome(response.status))
     return response
@@ -89,7 +90,7 @@ async def _forward(
     ended: Callable[[int, Outcome], None],
 ) -> ProxyResponse:
     excluded: frozenset[str] = frozenset()
-    retry_state = RetryState(context, Counter())
+    retry_state = RetryState(context, {})
     while True:
         try:
             node = _choose(context, request.model, excluded)
@@ -134,7 +135,7 @@ async def _send(
     timeouts = context.config.decode_timeouts(remaining_seconds(context.clock, request.deadline))
     leg.enter_context(context.pool.acquire(node.name))
     response = await context.transport.send(
-        HttpRequest(request.method, node.url + request.path, headers, request.body), timeouts
+        HttpRequest(request.method, node.url + request.path, headers, request.held.content), timeouts
     )
     leg.push_async_callback(response.aclose)
     return response

@@ -1,7 +1,6 @@
 """Which nodes one prompt goes to: plans, excluded nodes, faults that count against nodes, retries that are left."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -109,7 +108,7 @@ class RetryState:
     """
 
     def __init__(
-        self, context: OrchestrationContext, broken: Counter[Leg], decode_moment: Moment = Moment.OPENING
+        self, context: OrchestrationContext, broken: dict[Leg, int], decode_moment: Moment = Moment.OPENING
     ) -> None:
         self._context = context
         self._broken = broken
@@ -123,8 +122,8 @@ class RetryState:
         self._last = (leg, untraced(fault))
         used = self._used.get(leg, 0)
         config = self._context.config
-        self._broken[leg] += _broke_off(fault)
-        retries, broken = config.retries - used, self._broken[leg]
+        self._broken[leg] = broken = self._broken.get(leg, 0) + _broke_off(fault)
+        retries = config.retries - used
         options = RetryOptions(config.on_prefill_failure, retries, ticket_works=ticket_works, broken=broken)
         moment = self._decode_moment if leg is Leg.DECODE else Moment.OPENING
         step = decide(leg, moment, fault.fault, options)
@@ -162,7 +161,7 @@ class NodePicker:
         self._timeline = timeline
         request = sub_request.request
         self._fault_reporter = FaultReporter(context.pool, Source(request.request_id, request.api_key, request.session))
-        self._broken: Counter[Leg] = Counter()
+        self._broken: dict[Leg, int] = {}
         self._retry_state = RetryState(context, self._broken)
         self._local = sub_request.shape.local
         self._resuming = False
@@ -334,7 +333,7 @@ class NodePicker:
         """A prefill leg went well."""
         self._fault_reporter.began(Leg.PREFILL, node.name)
         self._fault_reporter.ended(Leg.PREFILL, node.name)
-        del self._broken[Leg.PREFILL]
+        self._broken.pop(Leg.PREFILL, None)
         self.admission.computed()
         if self._cache_route is not None:
             self._cache_route.prefilled(node, answer)
@@ -345,20 +344,20 @@ class NodePicker:
         if not self._sub_request.shape.stream:
             self._fault_reporter.ended(Leg.DECODE, node.name)
         if self._cohort is None:  # one that has moved may begin only to break off where it did before
-            del self._broken[Leg.DECODE]
+            self._broken.pop(Leg.DECODE, None)
         self.admission.computed()
         if self._cache_route is not None:
             self._cache_route.first_event(node, hand_over)
 
     def went_on(self) -> None:
         """The client has got more of a stream that has moved: it does not end where it broke off before."""
-        del self._broken[Leg.DECODE]
+        self._broken.pop(Leg.DECODE, None)
 
     def broke_off(self, node: str, fault: NodeFault) -> int:
         """A stream's node failed after its first event: how many nodes broke off under it, one after another."""
         self.record_fault(Leg.DECODE, node, fault, Moment.STREAMING)
-        self._broken[Leg.DECODE] += _broke_off(fault)
-        return self._broken[Leg.DECODE]
+        self._broken[Leg.DECODE] = broken = self._broken.get(Leg.DECODE, 0) + _broke_off(fault)
+        return broken
 
     def stream_ended(self, node: str) -> None:
         """A stream has ended well on its last node."""

@@ -315,14 +315,14 @@ class Orchestrator:
         context, endpoint, name = self._context, request.endpoint, request.request_id
         bodies = split(endpoint, request.body)
         upstreams = []
-        for index, body in enumerate(bodies):
+        for index, (body, held) in enumerate(zip(bodies, request.held.parts(bodies), strict=True)):
             timeline = log.timeline
             if index:
                 timeline = Timeline(context.clock, context.metrics, request.arrived, log.timeline.answer)
             own_name = f"{name}-{index}" if len(bodies) > 1 else name
             facts = await self._prompts.facts(endpoint, body)
             text = None if context.prefix_source is None else facts.text
-            sub_request = SubRequest(request, body, shape(endpoint, body, facts), own_name, index, text)
+            sub_request = SubRequest(request, held, shape(endpoint, body, facts), own_name, index, text)
             upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, timeline))
         log.begin(len(upstreams), upstreams[0].sub_request.shape.choices)
         return upstreams

@@ -65,6 +65,7 @@ class Relay:
         self._passed_on_at = self._context.clock.now()
         self._upstream.timeline.answer.began_with(self._ready)
         self._context.metrics.continuable(self._continuity.obstacle)
+        self._drop_unneeded_body()
         self.outcome = Outcome.CLIENT_GONE
 
     async def read(self) -> bytes:
@@ -171,7 +172,13 @@ class Relay:
         if now >= self._progress_due:
             self._progress_due = now + PROGRESS_SECONDS
             self._upstream.resources.progress()
+            self._drop_unneeded_body()
         return not self._leaving.is_set()
+
+    def _drop_unneeded_body(self) -> None:
+        """While a stream may move, its next node gets the body too; once it cannot, no leg needs it."""
+        if not self._continuity.may_move:
+            self._sub_request.held.drop()
 
     async def _on_fault(self, decode_stream: DecodeStream, fault: NodeFault) -> bytes:
         """The node failed in the middle of its answer."""

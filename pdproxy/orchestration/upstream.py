@@ -233,6 +233,7 @@ class UpstreamRequest:
     async def aclose(self) -> None:
         """Give everything back. Idempotent."""
         self._life.move(Transition.END)
+        self.sub_request.held.drop()
         self.nodes.end()
         await self.resources.aclose()
 

@@ -197,8 +197,12 @@ class ClientExchange(RequestResponseCycle):
 
     def watch(self, on_left: Callable[[], None] | None) -> None:
         self._on_left = on_left
-        if self.disconnected and on_left is not None:
+        if on_left is None:
+            return
+        if self.disconnected:
             asyncio.get_running_loop().call_soon(self.left)
+        else:
+            self.flow.resume_reading()  # paused behind a large body, the connection would not tell that the client left
 
     async def send(self, message: ASGISendEvent) -> None:
         """uvicorn's, which looks at each field of a head by itself, and would write head and body apart."""

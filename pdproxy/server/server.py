@@ -50,6 +50,7 @@ def http_config(settings: Settings, app: AsgiApp, grace: float, on_refused: OnRe
         app,
         http=guarded(limits),
         ws="none",
+        interface="asgi3",  # uvicorn would look for a coroutine function
         lifespan="off",
         log_config=None,
         access_log=False,

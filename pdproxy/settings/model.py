@@ -177,7 +177,7 @@ class Limits(Section):
     body_bytes: types.Bytes = Field(default=64 * 1024 * 1024, ge=1024)
     """Largest request body."""
     held_bytes: types.Bytes = Field(default=256 * 1024 * 1024, ge=1024)
-    """Request bodies held at once, all together; what comes beyond gets 429."""
+    """Request bodies held at once; more get 429. Held till the answer begins, or a stream that may move ends."""
     header_bytes: types.Bytes = Field(default=64 * 1024, ge=1024)
     """Largest request head."""
     concurrency: types.Count = Field(default=1024, ge=1)
@@ -215,7 +215,7 @@ class Policy(Section):
     retries: types.Count = Field(default=2, ge=0, le=10)
     """Further nodes tried for one leg."""
     migrations: types.Count = Field(default=3, ge=0, le=100)
-    """Times that one stream may move to another node when its own dies; 0 is never, and nothing is kept for it."""
+    """Times that one stream may move to another node when its own dies; 0 is never, and nothing is held for it."""
     ticket_life: types.Seconds = Field(default=30.0, ge=0, le=3600)
     """How long a ticket is tried again elsewhere: no longer than the nodes' kv_lease_duration; 0 is never."""
     local_below_tokens: types.Tokens = Field(default=0, ge=0)

@@ -19,7 +19,7 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.answer_record import Route
 from pdproxy.orchestration.in_flight import InFlightRequests, LegFailure, Timeline
 from pdproxy.planning.demand import Advice, Limit
-from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from tests.fakes.clock import FakeClock
 from tests.fakes.refused import refuse
 
@@ -102,7 +102,7 @@ class SampleState:
 
     def _request(self, name: str, endpoint: Endpoint) -> ClientRequest:
         return ClientRequest(
-            name, endpoint, {}, (), MODEL, True, 0, self.clock.now(), self.clock.now() + 600, lambda: True
+            name, endpoint, HeldBody({}), (), MODEL, True, 0, self.clock.now(), self.clock.now() + 600, lambda: True
         )
 
     def _hurt(self) -> None:

@@ -9,7 +9,7 @@ from pdproxy.errors import Fault
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, State
 from pdproxy.observe.labels import Outcome
 from pdproxy.orchestration.in_flight import MAX_BAD, LegFault, RecentEnds
-from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.request import ClientRequest, Endpoint, HeldBody
 
 NOW = 10_000.0
 PREFILLS, DECODES = ("p0",), ("d0", "d1")
@@ -24,7 +24,7 @@ ALL_UP = [view(name) for name in (*PREFILLS, *DECODES)]
 
 
 def request(key: str = "alice", model: str = "m") -> ClientRequest:
-    return ClientRequest("r", Endpoint.CHAT, {}, (), model, True, 0, 0.0, 1.0, lambda: True, api_key=key)
+    return ClientRequest("r", Endpoint.CHAT, HeldBody({}), (), model, True, 0, 0.0, 1.0, lambda: True, api_key=key)
 
 
 def seen(*, faults: dict[str, list[float]] | None = None, ends: dict[Outcome, list[float]] | None = None) -> RecentEnds:

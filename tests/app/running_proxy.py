@@ -109,7 +109,13 @@ async def listening(running: Proxy, settings: Settings) -> AsyncIterator[str]:
     bound = bind("127.0.0.1", 0, "listen.port")
     http = guarded(ConnectionLimits(10_000, SOON, settings.deadlines.stall))
     config = uvicorn.Config(
-        running.clients, http=http, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=5
+        running.clients,
+        http=http,
+        ws="none",
+        interface="asgi3",
+        lifespan="off",
+        log_config=None,
+        timeout_graceful_shutdown=5,
     )
     server = QuickServer(config, bound)
     task = asyncio.create_task(server.serve(sockets=[bound]))

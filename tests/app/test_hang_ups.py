@@ -45,6 +45,16 @@ async def hang_up(server: RunningProxy, times: int) -> None:
     await asyncio.sleep(0.05)
 
 
+async def test_a_client_whose_body_was_large_is_seen_to_leave(server: RunningProxy) -> None:
+    """While such a body is read, the server stops reading whenever enough of it waits to be taken."""
+    stream = {**STREAM, "user": "x" * 1_000_000}
+    async with server.client.stream("POST", "/v1/completions", json=stream) as response:
+        await anext(response.aiter_raw())
+    async with asyncio.timeout(SOON):
+        while server.decode.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 def ours() -> Counter[str]:
     """Objects that there are, by the names of their classes: those of this proxy and of its server."""
     kinds = (type(each) for each in gc.get_objects())

@@ -98,6 +98,19 @@ class Proxy:
         finally:
             writer.close()
 
+    @contextlib.asynccontextmanager
+    async def streaming(self, body: bytes) -> AsyncIterator[None]:
+        """A stream of which the first event is here."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            head = "\r\n".join(["POST /v1/chat/completions HTTP/1.1", *_HEAD, "content-type: application/json", ""])
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            async with asyncio.timeout(SOON):
+                await reader.readuntil(b"}\n\n")
+            yield
+        finally:
+            writer.close()
+
 
 @contextlib.asynccontextmanager
 async def process(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
@@ -114,7 +127,7 @@ async def process(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 @contextlib.asynccontextmanager
-async def running(seconds: float = 0.0, status: int = 200, *, nodes: bool = True) -> AsyncIterator[Proxy]:
+async def running(*settings: str, seconds: float = 0.0, status: int = 200, nodes: bool = True) -> AsyncIterator[Proxy]:
     """A ready proxy as the chart starts it, before two nodes that answer with this status after so long."""
     prefill, decode, clients, operators = free_ports(4)
     words = PDPROXY.command(Ports(clients, operators, prefill, decode))[3:]
@@ -123,7 +136,7 @@ async def running(seconds: float = 0.0, status: int = 200, *, nodes: bool = True
             await stack.enter_async_context(
                 process("tests.fakes.swallowing_node", f"{port}", f"{seconds}", f"{status}")
             )
-        started = await stack.enter_async_context(process("pdproxy", *words, "--policy-routing", "hybrid"))
+        started = await stack.enter_async_context(process("pdproxy", *words, "--policy-routing", "hybrid", *settings))
         proxy = Proxy(started.pid, clients)
         small = chat(b'[{"role":"user","content":"hello"}]')
         async with asyncio.timeout(SOON):
@@ -236,3 +249,34 @@ async def test_bodies_that_are_there_at_once_fit_into_the_charts_memory(name: st
         async with asyncio.timeout(SOON):
             while proxy.resident() - at_first > count * OF_A_REQUEST + SLACK:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
+
+
+OPEN = 10
+IMAGE_SIZE = 24 * MB
+STREAMS = {
+    "may move": ((), 1),
+    "stay": (("--policy-migrations", "0"), 0),
+}
+"""Settings, and how many times the body of a stream that has begun is held."""
+
+
+@pytest.mark.parametrize("name", STREAMS)
+async def test_the_body_of_a_stream_is_held_once_while_it_may_move_and_else_not_at_all(name: str) -> None:
+    """But for one that the allocator keeps for the next."""
+    settings, times = STREAMS[name]
+    body = b'{"stream":true,' + chat(SHAPES["image"][0](IMAGE_SIZE))[1:]
+    async with running(*settings) as proxy:
+        at_first = proxy.resident()
+        async with contextlib.AsyncExitStack() as streams:
+            for _ in range(OPEN):
+                await streams.enter_async_context(proxy.streaming(body))
+            await until(lambda: proxy.resident() - at_first < (times * OPEN + 1) * len(body) + SLACK)
+            assert proxy.resident() - at_first > times * OPEN * len(body) - SLACK
+        await until(lambda: proxy.resident() - at_first < len(body) + SLACK)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Return once it is; the proxy gives memory back a second after it was needed."""
+    async with asyncio.timeout(SOON):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)

@@ -87,6 +87,16 @@ async def test_audio_is_sent_as_a_form_and_nothing_else_is(shared: RunningProxy,
         assert (answer.status_code, "multipart/form-data" in answer.text) == (400, True)
 
 
+@ON_SHARED_LOOP
+async def test_a_form_is_read_as_far_as_its_model_whatever_the_case_of_its_type(shared: RunningProxy) -> None:
+    for name, status in (("m", 200), ("other", 404), ("", 200)):
+        field = f'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\n{name}\r\n' if name else ""
+        form = f'--B\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx\r\n{field}--B--\r\n'
+        for kind in ("Multipart/Form-Data; Boundary=B", 'multipart/form-data ; charset=utf-8; boundary="B"'):
+            answer = await shared.client.post(min(AUDIO), content=form, headers={"content-type": kind})
+            assert answer.status_code == status, (name, kind)
+
+
 async def test_a_key_comes_before_the_type_of_the_body(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("sk-one alice\n")
     async with running_proxy(Settings(keys=Keys(file=tmp_path / "keys")), "sk-two") as server:

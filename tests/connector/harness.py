@@ -37,14 +37,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connector import nixl_connector, node_fingerprint
+from connector import node_fingerprint
 from connector.counters import ReadOutcome
 from connector.metadata import ConnectorMetadata, ReadEnd, WorkerReport
 from connector.resumed_requests import CPU_WORKER
 from connector.scheduler import ConnectorScheduler
-from connector.shape_check import require_fit
 from connector.stats import COUNTS
-from connector.vllm_contracts import HAND_OVERS
 from connector.weights import WeightsSource, checkpoint_text
 
 MODEL = Path(__file__).parents[2] / "deploy" / "local" / "model" / "tiny-hybrid"
@@ -103,19 +101,12 @@ def at_pace(pace: Pace) -> Iterator[None]:
     PACE.reset(token)
 
 
-@cache
-def check_vllm() -> None:
-    """The check that a node makes when it starts; once, for it is three quarters of the time that a node here takes."""
-    require_fit(HAND_OVERS)
-
-
 def make_scheduler(config: VllmConfig, kv_cache: KVCacheConfig) -> Scheduler:
     """As vLLM's engine makes it, at the test's pace."""
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache, config)
     pace = PACE.get()
     config.scheduler_config.async_scheduling = pace.behind > 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nixl_connector, "require_fit", lambda contract: check_vllm())
         patch.setattr(node_fingerprint, "checkpoint_text", _checkpoint_text)
         patch.setattr(node_fingerprint, "model_parts", _model_parts)
         scheduler = pace.scheduler(

@@ -26,7 +26,7 @@ class Engine:
     @property
     def vllm_config(self) -> Any:
         return SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(is_kv_consumer=self.consumer),
+            kv_transfer_config=SimpleNamespace(is_kv_consumer=self.consumer, kv_connector_extra_config={}),
             model_config=SimpleNamespace(tokenizer=str(MODEL), tokenizer_revision=None, tokenizer_mode="auto"),
             load_config=SimpleNamespace(download_dir=None),
         )

@@ -24,7 +24,7 @@ from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationCont
 from pdproxy.orchestration.known_answer import KnownAnswer, Unreadable
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
-from pdproxy.request import ClientRequest, Endpoint, header
+from pdproxy.request import ClientRequest, Endpoint, HeldBody, Json, header
 from pdproxy.response import ProxyResponse
 from pdproxy.transport.h1_client import H1Transport
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
@@ -73,7 +73,16 @@ class Bench:
         orchestrator, now = Orchestrator(self.means, background_tasks), self.means.clock.now()
         body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0}
         request = ClientRequest(
-            "r", Endpoint.COMPLETIONS, body, (), SERVED_NAME, False, 0, now, now + REQUEST_TIMEOUT_S, lambda: True
+            "r",
+            Endpoint.COMPLETIONS,
+            HeldBody[Json](body),
+            (),
+            SERVED_NAME,
+            False,
+            0,
+            now,
+            now + REQUEST_TIMEOUT_S,
+            lambda: True,
         )
         reply = await orchestrator.answer(request)
         await background_tasks.aclose()

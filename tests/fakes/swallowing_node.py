@@ -1,7 +1,8 @@
 """A node in a process of its own that keeps nothing of what it is sent: `python -m tests.fakes.swallowing_node …`.
 
 Its arguments: port, seconds that an answer takes, and its status. It answers every chat with a ticket beside its text,
-whatever the body is, so that one kind serves both roles.
+whatever the body is, so that one kind serves both roles. A stream gets its first token, with its journal where one is
+wanted, and then nothing more.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import uvloop
 
 from tests.bench.node import INFO, TICKET
 from tests.bench.script import MODEL
+from tests.fakes.journal import STREAMS_PATH, comment
 
 _CHOICE = {"index": 0, "message": {"role": "assistant", "content": "a"}, "finish_reason": "stop"}
 _ANSWER = {
@@ -24,6 +26,10 @@ _ANSWER = {
     "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},
     "kv_transfer_params": TICKET,
 }
+_CHUNK = {"index": 0, "delta": {"role": "assistant", "content": "a"}, "finish_reason": None}
+_EVENT = {"id": "chat-1", "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": [_CHUNK]}
+_FIRST = b"data: %b\n\n" % json.dumps(_EVENT, separators=(",", ":")).encode()
+_STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
 
@@ -35,6 +41,7 @@ class Swallower(asyncio.Protocol):
         self._status = status
         self._parser = httptools.HttpRequestParser(self)
         self._path = ""
+        self._streams = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: asyncio.WriteTransport = transport  # type: ignore[assignment]  # a server's can write
@@ -43,14 +50,20 @@ class Swallower(asyncio.Protocol):
         self._parser.feed_data(data)
 
     def on_message_begin(self) -> None:
-        self._path = ""
+        self._path, self._streams = "", False
 
     def on_url(self, url: bytes) -> None:
         self._path += url.decode()
 
+    def on_body(self, body: bytes) -> None:
+        self._streams = self._streams or b'"stream":true' in body
+
     def on_message_complete(self) -> None:
         path = self._path.partition("?")[0]
-        if path == "/v1/chat/completions":
+        if self._streams:
+            first = _FIRST + comment([1, [[[0, [1]]]]]) if path.startswith(STREAMS_PATH) else _FIRST
+            self._transport.write(_STREAM_HEAD + b"%x\r\n%b\r\n" % (len(first), first))
+        elif path == "/v1/chat/completions":
             answer = json.dumps(_ANSWER).encode()
             asyncio.get_running_loop().call_later(self._seconds, self._answer, answer, self._status)
         else:

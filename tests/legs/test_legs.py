@@ -139,6 +139,22 @@ async def test_a_stream_is_answered_by_a_stream_and_nothing_else_is(stream: bool
     assert to.answer.closed
 
 
+@pytest.mark.parametrize("kind", ["Text/Event-Stream; charset=utf-8", "text/event-stream", "TEXT/EVENT-STREAM ;a=b"])
+async def test_a_media_type_has_any_case_and_any_parameters(kind: str) -> None:
+    to = Wire(200, b"data: [DONE]\n\n", (("content-type", kind),))
+    assert (await decode(to, NODE, Endpoint.CHAT, {"stream": True}, HEADERS, PATIENCE)).status == 200
+    with pytest.raises(NodeFault):
+        await decode(to, NODE, Endpoint.CHAT, {"stream": False}, HEADERS, PATIENCE)
+
+
+@pytest.mark.parametrize("kind", ["APPLICATION/JSON", "application/json; charset=utf-8", "text/event-streams", ""])
+async def test_what_is_no_event_stream_is_an_answer_in_one_piece(kind: str) -> None:
+    to = Wire(200, b"{}", (("content-type", kind),))
+    assert (await decode(to, NODE, Endpoint.CHAT, {"stream": False}, HEADERS, PATIENCE)).status == 200
+    with pytest.raises(NodeFault):
+        await decode(to, NODE, Endpoint.CHAT, {"stream": True}, HEADERS, PATIENCE)
+
+
 async def test_a_whole_answer_is_read_and_closed() -> None:
     to = Wire(200, b'{"id": "1"}')
     assert await read_answer(to.answer) == {"id": "1"}

@@ -190,6 +190,7 @@ def test_configured_level_and_format_hold(form: LogFormat, tmp_path: Path) -> No
     with (tmp_path / "log").open("wb") as file, configured(file.fileno(), form):
         logging.getLogger("pdproxy.x").debug("not this")
         logging.getLogger("elsewhere").info("nor this")
+        logging.getLogger("python_multipart.multipart").warning("nor what a library says of a client's bytes")
         logging.getLogger("pdproxy.x").info("but this")
         logging.getLogger("elsewhere").warning("and this")
     lines = (tmp_path / "log").read_text().splitlines()

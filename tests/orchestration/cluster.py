@@ -17,7 +17,7 @@ from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.request_queue import QueueStatus
 from pdproxy.orchestration.resources import BackgroundTasks
-from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from pdproxy.response import ProxyResponse
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_transfer import FakeKvTransfer
@@ -109,7 +109,7 @@ class FakeCluster:
         """The answer of one node to what the proxy does not understand."""
         deadline = self.clock.now() + 3600
         return await self.orchestrator.forward(
-            ForwardRequest(name, "POST", path, (), b"{}", MODEL, deadline, lambda: True)
+            ForwardRequest(name, "POST", path, (), HeldBody(b"{}"), MODEL, deadline, lambda: True)
         )
 
     def request(
@@ -121,7 +121,7 @@ class FakeCluster:
         return ClientRequest(
             request_id=name,
             endpoint=endpoint,
-            body=whole,
+            held=HeldBody(whole),
             headers=(("authorization", "Bearer k"),),
             model=str(whole["model"]),
             stream=bool(body.get("stream")),

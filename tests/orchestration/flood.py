@@ -25,7 +25,7 @@ from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationCont
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.resources import BackgroundTasks
-from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.node import FakeNode
 from tests.fakes.timed import LoopClock, Pace, TimedTransport, VirtualTimeLoop
@@ -195,7 +195,7 @@ class FloodSetup:
         body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": load.answer, "stream": True}
         body |= {"temperature": 0}
         return ClientRequest(
-            f"r-{number}", Endpoint.COMPLETIONS, body, (), MODEL, True, 0, now, now + 60, lambda: True,
+            f"r-{number}", Endpoint.COMPLETIONS, HeldBody(body), (), MODEL, True, 0, now, now + 60, lambda: True,
             api_key=load.key,
         )  # fmt: skip
 

@@ -5,12 +5,12 @@ from pdproxy.nodes.node import Node, Role
 from pdproxy.orchestration.prefix_source import CombinedSource, RealHit
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
-from pdproxy.request import ClientRequest, Endpoint, SubRequest
+from pdproxy.request import ClientRequest, Endpoint, HeldBody, SubRequest
 
 BODY = {"model": "tiny", "prompt": "a"}
 ASKED = SubRequest(
-    ClientRequest("r", Endpoint.COMPLETIONS, BODY, (), "tiny", False, 0, 0.0, 9.0, lambda: False),
-    BODY,
+    ClientRequest("r", Endpoint.COMPLETIONS, HeldBody(BODY), (), "tiny", False, 0, 0.0, 9.0, lambda: False),
+    HeldBody(BODY),
     shape(Endpoint.COMPLETIONS, BODY),
     "r",
 )

@@ -11,6 +11,7 @@ from pdproxy.nodes.node import State
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.forward import ForwardRequest
+from pdproxy.request import HeldBody
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.reading import follow
 from tests.fakes.refused import refuse
@@ -20,7 +21,9 @@ from tests.orchestration.cluster import MODEL, FakeCluster
 async def _forward(cluster: FakeCluster, model: str = MODEL, seconds: float = 3600.0) -> tuple[int, bytes]:
     sent = (("content-type", "application/json"),)
     deadline = cluster.clock.now() + seconds
-    asked = ForwardRequest("r-1", "POST", "/v1/embeddings?x=1", sent, b'{"input":"a"}', model, deadline, lambda: True)
+    asked = ForwardRequest(
+        "r-1", "POST", "/v1/embeddings?x=1", sent, HeldBody(b'{"input":"a"}'), model, deadline, lambda: True
+    )
     reply = await cluster.orchestrator.forward(asked)
     if isinstance(reply.body, bytes):
         return reply.status, reply.body

@@ -5,7 +5,7 @@ from math import inf
 import pytest
 
 from pdproxy.orchestration.forward import ForwardRequest
-from pdproxy.request import Endpoint
+from pdproxy.request import Endpoint, HeldBody
 from tests.orchestration.answers import read_answer, text_of
 from tests.orchestration.cluster import FakeCluster
 from tests.orchestration.prompts import body_for, prompt_ids, right
@@ -138,7 +138,7 @@ async def test_the_fingerprint_stays_with_the_finish() -> None:
 async def test_other_paths_go_to_one_node() -> None:
     cluster = FakeCluster()
     reply = await cluster.orchestrator.forward(
-        ForwardRequest("r-1", "POST", "/tokenize", (), b"{}", "tiny", inf, lambda: True)
+        ForwardRequest("r-1", "POST", "/tokenize", (), HeldBody(b"{}"), "tiny", inf, lambda: True)
     )
     assert (reply.status, reply.body) == (200, b'{"path": "/tokenize", "node": "d0"}')
     await cluster.settle()

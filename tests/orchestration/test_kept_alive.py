@@ -13,7 +13,7 @@ from pdproxy.observe.labels import Proof
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.known_answer import KnownAnswer
-from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from pdproxy.transport.port import HttpRequest, Timeouts, read_to_end
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.loopback import LoopbackNode
@@ -40,7 +40,9 @@ async def chat(cluster: LoopbackCluster, *, stream: bool = False) -> None:
     """Ask, and check the answer."""
     now = asyncio.get_running_loop().time()
     body = {"model": MODEL, **body_for(Endpoint.CHAT, stream=stream)}
-    request = ClientRequest("r-1", Endpoint.CHAT, body, (), MODEL, stream, 0, now, now + PATIENT, lambda: True)
+    request = ClientRequest(
+        "r-1", Endpoint.CHAT, HeldBody(body), (), MODEL, stream, 0, now, now + PATIENT, lambda: True
+    )
     reply = await cluster.orchestrator.answer(request)
     said = await read(reply)
     assert reply.status == 200
@@ -50,7 +52,7 @@ async def chat(cluster: LoopbackCluster, *, stream: bool = False) -> None:
 
 async def embed(cluster: LoopbackCluster) -> None:
     deadline = asyncio.get_running_loop().time() + PATIENT
-    request = ForwardRequest("r-1", "POST", "/v1/embeddings", (), b"{}", MODEL, deadline, lambda: True)
+    request = ForwardRequest("r-1", "POST", "/v1/embeddings", (), HeldBody(b"{}"), MODEL, deadline, lambda: True)
     assert (await cluster.orchestrator.forward(request)).status == 200
 
 

@@ -7,7 +7,7 @@ import pytest
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.resources import LegWait
-from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.reading import pieces_of
 from tests.orchestration.answers import read_answer
@@ -24,7 +24,9 @@ FROZEN_NODES = [("p0", -1), ("d0", -1), ("d0", 0), ("d0", 3)]
 def _request(*, stream: bool, **more: object) -> ClientRequest:
     now = asyncio.get_running_loop().time()
     body = {"model": MODEL, **body_for(Endpoint.COMPLETIONS, stream=stream, tokens=8, **more)}
-    return ClientRequest("r-1", Endpoint.COMPLETIONS, body, (), MODEL, stream, 0, now, now + DAYS, lambda: True)
+    return ClientRequest(
+        "r-1", Endpoint.COMPLETIONS, HeldBody(body), (), MODEL, stream, 0, now, now + DAYS, lambda: True
+    )
 
 
 def _freeze(cluster: LoopbackCluster, name: str, at: int) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from pdproxy.response import ProxyResponse
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.answers import read_answer
@@ -16,7 +16,7 @@ from tests.orchestration.prompts import body_for, right
 def _request(endpoint: Endpoint, *, stream: bool, tokens: int = 8) -> ClientRequest:
     now = asyncio.get_running_loop().time()
     body = {"model": MODEL, **body_for(endpoint, stream=stream, tokens=tokens)}
-    return ClientRequest("r-1", endpoint, body, (), MODEL, stream, 0, now, now + PATIENT, lambda: True)
+    return ClientRequest("r-1", endpoint, HeldBody(body), (), MODEL, stream, 0, now, now + PATIENT, lambda: True)
 
 
 async def _ask(cluster: LoopbackCluster, endpoint: Endpoint, *, stream: bool) -> tuple[ProxyResponse, bytes]:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.request import ClientRequest, Endpoint, HeldBody, Json
 from tests.fakes.fake_model import generate, tokenize
 from tests.orchestration.answers import read_answer, text_of
 from tests.orchestration.cluster import MODEL
@@ -32,7 +32,8 @@ class Asking:
     def request(self, name: str, now: float) -> ClientRequest:
         """The request as intake makes it."""
         stream = bool(self.body["stream"])
-        return ClientRequest(name, self.endpoint, self.body, (), MODEL, stream, 0, now, now + PATIENT, lambda: True)
+        held, until = HeldBody[Json](self.body), now + PATIENT
+        return ClientRequest(name, self.endpoint, held, (), MODEL, stream, 0, now, until, lambda: True)
 
     def judge(self, body: bytes) -> bool:
         """Whether the answer is complete. What there is of it must be right, and end properly.

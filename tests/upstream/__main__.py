@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from connector.shape_check import running_version
+from connector.vllm_version import release_of, running_version
 from tests.upstream.ledger import Ledger, Verdict, judge, read
 from tests.upstream.sdist import NotFetchedError, tests_of
 from tests.upstream.stand_ins import provide
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--stock", action="store_true", help="vLLM's own classes")
     parser.add_argument("-k", dest="words", help="only tests whose name fits, as pytest's -k")
     given = parser.parse_args(arguments)
-    version = running_version()
+    version = release_of(running_version())
     try:
         folder = tests_of(version, CACHE)
     except NotFetchedError as error:

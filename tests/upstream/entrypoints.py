@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from connector.shape_check import running_version
+from connector.vllm_version import release_of, running_version
 from deploy.local.node import NodeSpec, Role
 from deploy.local.paths import MODEL
 from deploy.local.stack import ProxySpec, logs_of, pair_specs, start_nodes, start_proxy
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.upstream.entrypoints")
     parser.add_argument("-k", dest="words", help="only tests whose name fits, as pytest's -k")
     given = parser.parse_args(arguments)
-    version = running_version()
+    version = release_of(running_version())
     try:
         folder = tests_of(version, CACHE)
     except NotFetchedError as error:

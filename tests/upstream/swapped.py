@@ -31,10 +31,8 @@ from connector.messages import Question, Verdict
 from connector.metadata import ConnectorMetadata, ReadOrder
 from connector.peer_engines import EngineMetadata, MayRead, MetadataRequest, PeerEngines
 from connector.peers import Address
-from connector.shape_check import require_fit
 from connector.transfer_params import ReadTicket
 from connector.verifier import ReadVerdict
-from connector.vllm_contracts import HAND_OVERS
 from connector.worker_base import ReadSource, is_awaited
 
 
@@ -172,10 +170,9 @@ class Connector(nixl_connector.NixlConnector):
 
 
 def ours() -> Mapping[type[Any], type[Any]]:
-    """vLLM's class → ours. Also compares vLLM with what we rely on: later, ours would be compared with itself."""
-    require_fit(HAND_OVERS)
+    """vLLM's class → ours."""
     substitutes: dict[Any, dict[str, Any]] = {
-        nixl_connector: {"require_fit": lambda contract: None, "from_vllm": lambda transfer, environ: _quiet(transfer)},
+        nixl_connector: {"from_vllm": lambda transfer, environ: _quiet(transfer)},
         scheduler: {"ConnectorMetadata": Metadata, "ConnectorScheduler": Scheduler},
         worker: {"ConnectorWorker": Worker},
         worker_base: {"metadata_relay": no_relay},

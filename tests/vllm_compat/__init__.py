@@ -1,7 +1,7 @@
-"""Where this package touches vLLM: a list made from the source, and checked against any version of vLLM.
+"""Where the connector touches vLLM, checked against every version of vLLM that it is tested with.
 
-`python -m tests.vllm_compat` prints the list, and what the installed vLLM does not have of it. `our_use` reads this
-package, `vllm_source` reads a vLLM (an installed one, or a wheel that is only unpacked), `check` compares the two, and
-`contract_facts` compares it with `connector.vllm_contracts`. Nothing is imported from vLLM: classes and signatures are
-read from its source.
+`python -m tests.vllm_compat` prints the seams by feature, and what differs between the versions. `our_use` reads the
+connector's source, `seams` lists by hand what cannot be found there and which differences are known, `vllm_source`
+reads a vLLM, `fetch` gets the one that is not installed, `check` compares. vLLM's classes and signatures are read from
+its source: nothing of it is imported.
 """

@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeGuard
 
@@ -34,23 +34,34 @@ class Touch:
 class Touches:
     """`imported` must exist. `defined` are overrides where vLLM has them; `used` are vLLM's where it has them, else
     our own. `read` must exist, since they are read off parameters that are annotated with a class of vLLM's; what is
-    read off a variable that holds one is not seen."""
+    read off a variable that holds one is not seen. `called`: those of `imported` that are called or constructed.
+    `words`: every attribute, parameter and literal string, whatever it belongs to."""
 
-    imported: frozenset[Touch]
-    defined: frozenset[Touch]
-    used: frozenset[Touch]
-    read: frozenset[Touch]
+    imported: frozenset[Touch] = frozenset()
+    defined: frozenset[Touch] = frozenset()
+    used: frozenset[Touch] = frozenset()
+    read: frozenset[Touch] = frozenset()
+    called: frozenset[Touch] = frozenset()
+    words: frozenset[str] = frozenset()
+
+    def __or__(self, other: "Touches") -> "Touches":
+        return Touches(*(getattr(self, each.name) | getattr(other, each.name) for each in fields(self)))
 
 
-def touches(folder: Path) -> Touches:
-    """Everything that the modules in `folder` and below touch."""
-    files = [_File(ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(folder.rglob("*.py"))]
-    return Touches(
-        imported=frozenset(touch for file in files for touch in file.imported()),
-        defined=frozenset(touch for file in files for touch in file.defined()),
-        used=frozenset(touch for file in files for touch in file.used()),
-        read=frozenset(touch for file in files for touch in file.read()),
-    )
+def touches(folder: Path) -> dict[str, Touches]:
+    """What each module in `folder` and below touches, by its name without the folder's."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        file = _File(ast.parse(path.read_text(encoding="utf-8")))
+        found[".".join(path.relative_to(folder).with_suffix("").parts)] = Touches(
+            imported=frozenset(file.imported()),
+            defined=frozenset(file.defined()),
+            used=frozenset(file.used()),
+            read=frozenset(file.read()),
+            called=frozenset(file.called()),
+            words=frozenset(file.words()),
+        )
+    return found
 
 
 class _File:
@@ -81,6 +92,21 @@ class _File:
                 for root, *chain in _chains(function, given):
                     if not chain[0].startswith("__"):
                         yield Touch(given[root], tuple(chain))
+
+    def called(self) -> Iterator[Touch]:
+        for node in self._nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self._names:
+                module, name = self._names[node.func.id].split(":")
+                yield Touch(module, (name,))
+
+    def words(self) -> Iterator[str]:
+        for node in self._nodes:
+            if isinstance(node, ast.Attribute):
+                yield node.attr
+            elif isinstance(node, ast.keyword | ast.arg) and node.arg is not None:
+                yield node.arg
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
 
     def _subclasses(self) -> Iterator[tuple[str, ast.ClassDef]]:
         for node in self._nodes:

@@ -1,10 +1,6 @@
-"""The HTTP paths that a vLLM may serve, whatever its flags: read from its source, which is not imported.
-
-python -m tests.vllm_compat.paths FOLDER    prints those of a folder such as `vllm/entrypoints`, for `versions/`
-"""
+"""The HTTP paths that a vLLM may serve, whatever its flags: read from its source, which is not imported."""
 
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,8 +32,3 @@ def _routes(tree: ast.Module) -> Iterator[tuple[str, str]]:
 def _is_router(value: ast.expr) -> bool:
     """``router.get("/x")`` and ``app.post("/y")``, but not ``settings.get("/z")``."""
     return isinstance(value, ast.Name) and (value.id.endswith("router") or value.id in ("app", "supervisor_app"))
-
-
-if __name__ == "__main__":
-    for path, methods in paths_of(Path(sys.argv[1])).items():
-        print(path, *methods)

@@ -1,43 +1,39 @@
 """Each path that a supported vLLM may serve either reaches clients or is withheld for a reason."""
 
-import importlib.util
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from connector.vllm_version import TESTED
 from pdproxy.intake import routes
+from tests.vllm_compat.__main__ import root_of
 from tests.vllm_compat.paths import paths_of
 
-KEPT = Path(__file__).parent / "versions"
+# vLLM's source is parsed once a process, which takes it seconds.
+pytestmark = pytest.mark.together("vLLM's source")
+
 OWN_ANSWERS = {"/v1/models", "/health", "/ready", "/metrics", routes.OPENAPI}
 """What the proxy answers itself."""
 REACHED = {*routes.GENERATING, *routes.FORWARDED, *OWN_ANSWERS}
 
 
-def installed() -> dict[str, list[str]]:
-    """Of the vLLM in this environment."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    return paths_of(Path(spec.origin).parent / "entrypoints")
+@cache
+def served_by(version: str) -> dict[str, list[str]]:
+    """The paths of a tested version."""
+    return paths_of(root_of(version) / "vllm" / "entrypoints")
 
 
-def kept(version: str) -> dict[str, list[str]]:
-    """Of a version that is not installed."""
-    lines = (KEPT / f"{version}-paths.txt").read_text(encoding="utf-8").splitlines()
-    return {path: methods.split() for path, _, methods in (line.partition(" ") for line in lines)}
-
-
-@pytest.mark.parametrize("version", ["installed", "0.33.0"])
+@pytest.mark.parametrize("version", TESTED)
 def test_every_path_of_vllm_reaches_clients_or_is_withheld(version: str) -> None:
-    paths = installed() if version == "installed" else kept(version)
+    paths = served_by(version)
     assert len(paths) > 60, "the scan finds nothing"
     assert [path for path in paths if path not in REACHED and path not in routes.WITHHELD] == []
 
 
-@pytest.mark.parametrize("version", ["installed", "0.33.0"])
+@pytest.mark.parametrize("version", TESTED)
 def test_methods_are_those_of_vllm(version: str) -> None:
-    paths = installed() if version == "installed" else kept(version)
+    paths = served_by(version)
     known = {path: sorted(methods) for path, methods in routes.FORWARDED.items() if path in paths}
     assert known == {path: paths[path] for path in known}
 

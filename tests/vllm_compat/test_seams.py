@@ -1,77 +1,89 @@
-"""What we touch of vLLM is there in every version that we support."""
+"""What the connector uses of vLLM is there, and the same, in every version that it is tested with."""
 
-import json
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from connector.contract import VersionFacts
-from connector.shape_check import Running, facts
-from tests.vllm_compat.__main__ import main
-from tests.vllm_compat.check import Seams, broken, fits, seams, wanted
-from tests.vllm_compat.contract_facts import CONTRACTS as UNLOADED
-from tests.vllm_compat.contract_facts import facts_of, unfit
+from connector.vllm_version import TESTED
+from tests.vllm_compat.__main__ import count, installed_release, main, our_seams, our_touches, version, versions
+from tests.vllm_compat.check import FOUND, Kind, Seam, Version, differences, fits, misfits, seams
+from tests.vllm_compat.fetch import NotFetchedError, fetched, unpack
 from tests.vllm_compat.our_use import Touch, Touches, touches
-from tests.vllm_compat.vllm_source import Library, Shape
+from tests.vllm_compat.seams import DIFFERENCES, INSIDES, OVERRIDES, UNSEEN, Inside
+from tests.vllm_compat.vllm_source import Library
 
 # vLLM's source is parsed once a process, which takes it seconds.
 pytestmark = pytest.mark.together("vLLM's source")
 
-CONTRACTS = Path(__file__).parent / "versions"
-
 
 @pytest.fixture(scope="module")
-def known(touched: Touches, installed: Shape) -> Seams:
-    return seams(touched, installed)
+def every() -> frozenset[Seam]:
+    """The seams with any of the tested versions."""
+    return frozenset[Seam]().union(*our_seams(versions()).values())
 
 
-def test_the_installed_version_is_the_one_we_were_built_on(installed: Shape) -> None:
-    assert installed.version == "0.32.0"
+def test_the_installed_version_is_a_tested_one() -> None:
+    assert installed_release() in TESTED
 
 
-def test_the_installed_version_has_every_seam(known: Seams, installed: Shape) -> None:
-    assert list(broken(known, installed)) == []
+@pytest.mark.parametrize("release", TESTED)
+def test_overrides_take_what_vllm_passes(every: frozenset[Seam], release: str) -> None:
+    assert list(misfits(every, version(release).shape)) == []
 
 
-@pytest.mark.parametrize("path", sorted(CONTRACTS.glob("*.json")), ids=lambda path: path.stem)
-def test_another_version_has_every_seam(known: Seams, touched: Touches, path: Path) -> None:
-    """To renew a contract: `python -m tests.vllm_compat --wheel WHEEL --describe` (see there)."""
-    shape = Shape.load(path.read_text(encoding="utf-8"))
-    assert shape.version == path.stem
-    assert wanted(touched) <= shape.names
-    assert list(broken(known, shape)) == []
+@pytest.mark.parametrize("release", [each for each in TESTED if each != installed_release()])
+def test_every_difference_between_versions_is_stated_with_a_reason(every: frozenset[Seam], release: str) -> None:
+    """A seam that one version lacks is a difference, too. Reasons of differences that are gone must go."""
+    found = dict(differences(every, version(installed_release()), version(release)))
+    stated = DIFFERENCES.get(release, {})
+    assert {name: found[name] for name in found if name not in stated} == {}
+    assert stated.keys() - found.keys() == set()
 
 
-@pytest.mark.parametrize("path", sorted(CONTRACTS.glob("*.json")), ids=lambda path: path.stem)
-def test_another_version_fits_as_a_node_s_start_asks(path: Path) -> None:
-    raw = json.loads(path.read_text(encoding="utf-8"))["facts"]
-    assert unfit({name: VersionFacts.load(each) for name, each in raw.items()}) == []
+@pytest.mark.parametrize("release", TESTED)
+def test_every_override_of_the_list_is_one(release: str) -> None:
+    """A method of ours whose name vLLM does not know is never called."""
+    listed = {f"{owner}.{name}" for owner, names in OVERRIDES.items() for name in names.split()}
+    stated = {name for reasons in DIFFERENCES.values() for name in reasons}
+    known = frozenset[Seam]().union(*our_seams([version(release)]).values())
+    found = {seam.name for seam in known if seam.kind is Kind.OVERRIDE}
+    assert found - listed == set()
+    assert listed - found - stated == set()
 
 
-def test_a_version_that_is_read_has_the_same_facts_as_when_it_runs(library: Library, installed: Shape) -> None:
-    read = facts_of(library, installed)
-    for name, contract in UNLOADED.items():
-        running = facts(contract, Running())
-        assert read[name].parameters == running.parameters
-        assert read[name].attributes == running.attributes
-        assert (read[name].fields, read[name].constants) == (running.fields, running.constants)
-        assert read[name].inner == running.inner
+@pytest.mark.parametrize("inside", INSIDES, ids=lambda inside: inside.where.rpartition(":")[2])
+@pytest.mark.parametrize("release", TESTED)
+def test_what_stands_inside_of_vllm_is_what_the_connector_expects(release: str, inside: Inside) -> None:
+    text = version(release).library.text(inside.where)
+    assert text is not None
+    assert [part for part in inside.holds if part not in text] == []
 
 
-def test_the_seams_are_few(known: Seams) -> None:
-    """A ceiling, so that one more is a decision. Twenty-two are the CPU worker's, which no GPU node loads; some thirty
-    are public settings in vLLM's configuration that the fingerprint reads; ten are the ticket route's, thirty-eight are
-    how a stream is journaled and replayed, twenty-six are what a resumed request needs of the engine, ten are where a
-    hand-over ends, two how prompts are hashed, one how long a prefill's steps are, five when an idle engine rests."""
-    assert len(known.overrides) <= 64
-    assert known.private <= 30
-    assert len(known) <= 352
+def test_what_is_listed_by_hand_is_used_and_not_found_by_the_scan() -> None:
+    words = frozenset[str]().union(*(each.words for each in our_touches().values()))
+    lists = [each for classes in UNSEEN.values() for each in classes.items()]
+    members = {Touch(owner, (name,)) for owner, names in lists for name in names.split()}
+    assert {name for touch in members for name in touch.chain if name not in words} == set()
+    read = frozenset[Touch]().union(*(each.read for each in our_touches().values()))
+    assert members & {Touch(each.owner, each.chain[:1]) for each in read} == set()
 
 
-def test_the_list_can_be_printed(library: Library, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([], lambda: library) == 0
+def test_the_seams_are_few() -> None:
+    """Ceilings: one more seam is a decision, one fewer lowers them. `python -m tests.vllm_compat` has a table."""
+    known = frozenset[Seam]().union(*our_seams([version(installed_release())]).values())
+    assert count(known, *FOUND) <= 352
+    assert count(known, Kind.OVERRIDE) <= 64
+    assert sum(seam.private for seam in known if seam.kind in FOUND) <= 30
+    assert count(known, Kind.UNSEEN, Kind.INSIDE) <= 84
+
+
+def test_the_list_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
     printed = capsys.readouterr().out
-    assert "NixlPullConnectorScheduler.on_new_request(self, request)" in printed
+    assert "NixlPullConnectorScheduler.on_new_request" in printed
+    assert "resumed requests" in printed
 
 
 BASE = """
@@ -84,21 +96,18 @@ class Base:
     def name(self) -> str: ...
 class Sub(Base):
     def other(self): ...
+def helper(one, two=2): return "text"
 """
 DEEP = "class Config:\n    size: int = 1\n"
 
 
-def small(base: str = BASE, deep: str = DEEP) -> Shape:
-    sources = {"vllm": "", "vllm.base": base, "vllm.deep": deep}
-    return Library(sources.get).shape("9.9", frozenset({"vllm.base:Sub"}))
-
-
-def ours(tmp_path: Path, text: str) -> Touches:
-    (tmp_path / "mine.py").write_text("from vllm.base import Sub\n" + text, encoding="utf-8")
-    return touches(tmp_path)
+def small(base: str = BASE, deep: str = DEEP) -> Version:
+    library = Library({"vllm": "", "vllm.base": base, "vllm.deep": deep}.get)
+    return Version(library, library.shape("9.9", frozenset({"vllm.base:Sub", "vllm.base:helper"})))
 
 
 MINE = """
+from vllm.base import Sub, helper
 class Mine(Sub):
     def __init__(self, one, more): super().__init__(one)
     def hook(self, request): return self.kept, self.config.size
@@ -107,40 +116,71 @@ def use(sub: "Sub | None", sure: Sub): return sub.name, sure.config.size
 """
 
 
+def ours(tmp_path: Path, text: str = MINE) -> Touches:
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
+    return touches(tmp_path)["mine"]
+
+
 def test_a_seam_is_what_vllm_has_too(tmp_path: Path) -> None:
-    known = seams(ours(tmp_path, MINE), small())
-    assert [touch.chain for touch in known.overrides] == [("__init__",), ("hook",)]
-    assert {touch.chain for touch in known.uses} == {("__init__",), ("kept",), ("config",), ("hook",)}
-    assert {touch.chain for touch in known.reads} == {("name",), ("config", "size")}
-    assert list(broken(known, small())) == []
+    known = seams(ours(tmp_path), [small().shape])
+    chains = {kind: {seam.touch.chain for seam in known if seam.kind is kind} for kind in FOUND}
+    assert chains == {
+        Kind.IMPORT: {("Sub",), ("helper",)},
+        Kind.OVERRIDE: {("__init__",), ("hook",)},
+        Kind.USE: {("__init__",), ("kept",), ("config",), ("hook",)},
+        Kind.READ: {("name",), ("config", "size")},
+    }
+    assert list(differences(known, small(), small())) == []
+    assert list(misfits(known, small().shape)) == []
 
 
 @pytest.mark.parametrize(
-    ("base", "deep", "names"),
+    ("base", "deep", "name", "words"),
     [
-        (BASE.replace("def hook(self, request)", "def hook(self, request, more)"), DEEP, "calls"),
-        (BASE.replace("def hook", "def renamed"), DEEP, "never calls"),
-        (BASE.replace("self.kept", "self.lost"), DEEP, "kept"),
-        (BASE.replace("def name", "def label"), DEEP, "name"),
-        (BASE, DEEP.replace("size", "length"), "config.size"),
+        (BASE.replace("(self, request)", "(self, request, more)"), DEEP, "Sub.hook", "more"),
+        (BASE.replace("(self, request)", "(self, request=None)"), DEEP, "Sub.hook", "request=None"),
+        (BASE.replace("def hook", "def renamed"), DEEP, "Sub.hook", "not there in 9.9"),
+        (BASE.replace("self.kept", "self.lost"), DEEP, "Sub.kept", "not there"),
+        (BASE.replace("def name", "def label"), DEEP, "Sub.name", "not there"),
+        (BASE.replace("two=2", "two"), DEEP, "base.helper", "two=2"),
+        (BASE.replace("def helper", "def helped"), DEEP, "base.helper", "not there"),
+        (BASE, DEEP.replace("size", "length"), "Sub.config.size", "not there"),
+        (BASE, DEEP.replace("int = 1", "str = 1"), "Sub.config.size", "str = 1"),
     ],
 )
-def test_a_change_in_vllm_is_found(tmp_path: Path, base: str, deep: str, names: str) -> None:
-    known = seams(ours(tmp_path, MINE), small())
-    faults = list(broken(known, small(base, deep)))
-    assert faults
-    assert all("9.9" in fault for fault in faults)
-    assert any(names in fault for fault in faults)
+def test_a_change_in_vllm_is_found(tmp_path: Path, base: str, deep: str, name: str, words: str) -> None:
+    mine, other = small(), small(base, deep)
+    known = seams(ours(tmp_path), [mine.shape, other.shape])
+    found = {seam.rpartition("vllm.")[2]: line for seam, line in differences(known, mine, other)}
+    assert words in next(line for seam, line in found.items() if seam.replace(":", ".").endswith(name))
 
 
-def test_a_shape_survives_as_json() -> None:
-    assert Shape.load(small().dump()) == small()
+def test_what_no_version_has_is_a_difference() -> None:
+    gone = Seam(Kind.UNSEEN, Touch("vllm.base:Sub", ("never",)))
+    assert [name for name, _ in differences([gone], small(), small())] == ["vllm.base:Sub.never"]
+
+
+def test_another_text_inside_of_a_method_is_a_difference_but_comments_are_none() -> None:
+    inside = Seam(Kind.INSIDE, Touch("vllm.base:helper", ()))
+    commented = BASE.replace('return "text"', '\n    "A docstring."\n    return "text"  # said')
+    assert list(differences([inside], small(), small(commented))) == []
+    assert list(differences([inside], small(), small(BASE.replace("text", "words"))))
+
+
+def test_a_class_that_is_constructed_is_compared_by_what_it_takes(tmp_path: Path) -> None:
+    found = ours(tmp_path, "from vllm.base import Sub\nmade = Sub(1)\n")
+    before, after = small(), small(BASE.replace("__init__(self, one)", "__init__(self, one, two)"))
+    known = seams(found, [before.shape])
+    assert list(differences(known, before, after)) == []
+    before, after = replace(before, called=found.called), replace(after, called=found.called)
+    assert ["two)" in line for _, line in differences(known, before, after)] == [True]
 
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "fitting"),
     [
-        (("self", "a"), ("self", "b"), True),
+        (("self", "a"), ("self", "a"), True),
+        (("self", "a"), ("self", "b"), False),
         (("self", "a"), ("self",), False),
         (("self",), ("self", "a"), False),
         (("self", "a", "*args", "**kwargs"), ("self", "a", "b", "c"), True),
@@ -151,15 +191,20 @@ def test_what_vllm_passes_must_fit(mine: tuple[str, ...], theirs: tuple[str, ...
     assert fits(Touch("vllm.base:Sub", ("hook",), mine), theirs) is fitting
 
 
-def test_what_we_wrap_is_there_in_every_version(installed: Shape) -> None:
-    """`nixl_connector` wraps them; the search above sees overrides only."""
-    known = [Shape.load(path.read_text(encoding="utf-8")) for path in CONTRACTS.glob("*.json")]
-    wrapped = {
-        "vllm.v1.core.sched.scheduler:Scheduler": "add_request",
-        "vllm.v1.engine.core:EngineCore": "preprocess_add_request",
-    }
-    for shape in (installed, *known):
-        for owner, name in wrapped.items():
-            member = shape.member(owner, (name,))
-            assert member is not None, (shape.version, name)
-            assert member.parameters == ("self", "request"), (shape.version, name)
+def test_of_a_wheel_the_python_files_are_kept(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as archive:
+        for name in ("vllm/a.py", "vllm/b/c.py", "vllm/_C.so", "vllm-1.dist-info/RECORD"):
+            archive.writestr(name, "text")
+    unpack(tmp_path / "vllm.whl", tmp_path / "kept")
+    kept = {str(path.relative_to(tmp_path / "kept")) for path in (tmp_path / "kept").rglob("*") if path.is_file()}
+    assert kept == {"vllm/a.py", "vllm/b/c.py"}
+    assert fetched("kept", tmp_path) == tmp_path / "kept"
+
+
+def test_a_wheel_that_cannot_be_fetched_is_an_error_with_pips_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(NotFetchedError, match=r"vLLM 0\.0\.0 could not be fetched(.|\n)*No matching distribution"):
+        fetched("0.0.0", tmp_path)
+    assert not (tmp_path / "0.0.0").exists()

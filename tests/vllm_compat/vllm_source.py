@@ -1,14 +1,11 @@
 """A version of vLLM, read out of its source: classes, their members, where a name comes from."""
 
 import ast
-import json
-import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tests.vllm_compat.our_use import Function, parameters
 
@@ -16,7 +13,7 @@ Reader = Callable[[str], str | None]
 """The source of a module by its dotted name; None when there is no such module."""
 
 
-def installed(root: Path) -> Reader:
+def sources(root: Path) -> Reader:
     """Read from a folder that contains `vllm/`."""
 
     def read(module: str) -> str | None:
@@ -29,25 +26,14 @@ def installed(root: Path) -> Reader:
     return read
 
 
-def wheel(path: Path) -> Reader:
-    """Read from a wheel, without installing it."""
-    archive = zipfile.ZipFile(path)
-    names = set(archive.namelist())
-
-    def read(module: str) -> str | None:
-        stem = module.replace(".", "/")
-        for name in (f"{stem}.py", f"{stem}/__init__.py"):
-            if name in names:
-                return archive.read(name).decode()
-        return None
-
-    return read
-
-
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A method's parameters, or an attribute's class where the source names one: `module:Class`."""
+    """`text`: a method's signature, or how an attribute is declared. `parameters`: of a method, else None.
 
+    `leads_to`: the class of an attribute, where the source names one of vLLM's, as `module:Class`.
+    """
+
+    text: str = ""
     parameters: tuple[str, ...] | None = None
     leads_to: str | None = None
 
@@ -57,11 +43,14 @@ Members = dict[str, Member]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Classes of one version by `module:Class`, inherited members included; other module-level names; its number."""
+    """Classes of one version by `module:Class`, inherited members included, and its number.
+
+    `names`: those and others of a module, as `module:name`, with the signature of a function.
+    """
 
     version: str
     classes: dict[str, Members]
-    names: frozenset[str]
+    names: dict[str, str]
 
     def member(self, owner: str, chain: tuple[str, ...]) -> Member | None:
         """What `chain` leads to from `owner`; as far as classes are known, then anything."""
@@ -72,31 +61,12 @@ class Shape:
             found = self.classes[found.leads_to].get(name)
         return found
 
-    def dump(self) -> str:
-        """As JSON: a list is a method's parameters, text is where an attribute leads, null is any other."""
-        classes = {
-            owner: {name: _plain(member) for name, member in sorted(members.items())}
-            for owner, members in sorted(self.classes.items())
-        }
-        return json.dumps({"version": self.version, "names": sorted(self.names), "classes": classes}, indent=0) + "\n"
-
-    @classmethod
-    def load(cls, text: str) -> "Shape":
-        """Out of `dump`."""
-        raw = json.loads(text)
-        classes = {
-            owner: {name: _member(value) for name, value in members.items()}
-            for owner, members in raw["classes"].items()
-        }
-        return cls(raw["version"], classes, frozenset(raw["names"]))
-
-
-def _plain(member: Member) -> Any:
-    return member.leads_to if member.parameters is None else list(member.parameters)
-
-
-def _member(value: Any) -> Member:
-    return Member(parameters=tuple(value)) if isinstance(value, list) else Member(leads_to=value)
+    def constructor(self, owner: str) -> str:
+        """What a class takes: the signature of its constructor, or else all that it declares besides methods."""
+        members = self.classes[owner]
+        if "__init__" in members:
+            return members["__init__"].text
+        return ", ".join(f"{name}: {each.text}" for name, each in members.items() if each.parameters is None)
 
 
 class _Module:
@@ -125,20 +95,20 @@ class Library:
     def shape(self, version: str, wanted: frozenset[str]) -> Shape:
         """The shape of `wanted` (`module:Name` each), and of all classes that their attributes lead to."""
         classes: dict[str, Members] = {}
-        names = set()
+        names = {}
         open_ones = sorted(wanted)
         while open_ones:
             asked = open_ones.pop()
             found = self.find(*asked.split(":"))
             if found is None:
                 continue
-            names.add(asked)
             module, node = found
+            names[asked] = signature(node) if isinstance(node, Function) else ""
             if asked in classes or not isinstance(node, ast.ClassDef):
                 continue
             classes[asked] = self._members(module, node)
             open_ones += [member.leads_to for member in classes[asked].values() if member.leads_to]
-        return Shape(version, classes, frozenset(names))
+        return Shape(version, classes, names)
 
     def find(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
         """The statement that defines `name` as seen from `module`, and the module in which it stands."""
@@ -166,6 +136,14 @@ class Library:
         inherited = [self.method(found[0], base, name) for base in bases]
         return next((each for each in inherited if each is not None), None)
 
+    def text(self, where: str) -> str | None:
+        """The source of `module:Class.method` or `module:NAME`, without comments and docstrings; None without such."""
+        module, _, path = where.partition(":")
+        name, _, method = path.partition(".")
+        found = self.find(module, name)
+        node = self.method(module, name, method) if method else found[1] if found is not None else None
+        return None if node is None else ast.unparse(_without_docstrings(node))
+
     def _sources(self, module: str, node: ast.ImportFrom) -> list[str]:
         """The modules of vLLM that an import may mean: a relative one is so to the package, or to its parent."""
         if not node.level:
@@ -184,16 +162,20 @@ class Library:
         for each in _statements(node):
             target = _self_attribute(each)
             if target is not None:
-                yield target, Member(leads_to=self._annotated(module, getattr(each, "annotation", None)))
+                annotation = getattr(each, "annotation", None)
+                yield target, Member(_text(annotation), leads_to=self._annotated(module, annotation))
         for item in node.body:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                yield item.target.id, Member(leads_to=self._annotated(module, item.annotation))
+                declared = _text(item.annotation) + (f" = {_text(item.value)}" if item.value else "")
+                yield item.target.id, Member(declared, leads_to=self._annotated(module, item.annotation))
             elif isinstance(item, ast.Assign):
-                yield from ((name, Member()) for name in _targets(item))
+                yield from ((name, Member(_text(item.value))) for name in _targets(item))
             elif isinstance(item, Function):
                 is_property = any("property" in ast.unparse(mark) for mark in item.decorator_list)
-                leads_to = self._annotated(module, item.returns) if is_property else None
-                yield item.name, Member(leads_to=leads_to) if is_property else Member(parameters(item))
+                if is_property:
+                    yield item.name, Member(_text(item.returns), leads_to=self._annotated(module, item.returns))
+                else:
+                    yield item.name, Member(signature(item), parameters(item))
 
     def _annotated(self, module: str, annotation: ast.expr | None) -> str | None:
         """The class that an annotation names, if it is one of vLLM's."""
@@ -202,6 +184,30 @@ class Library:
             return None
         found = self.find(module, text)
         return f"{found[0]}:{text}" if found is not None and isinstance(found[1], ast.ClassDef) else None
+
+
+def signature(function: Function) -> str:
+    """As it is written, with annotations and defaults."""
+    kind = "async " if isinstance(function, ast.AsyncFunctionDef) else ""
+    return f"{kind}({ast.unparse(function.args)}) -> {_text(function.returns)}"
+
+
+def _text(node: ast.expr | None) -> str:
+    return "" if node is None else ast.unparse(node)
+
+
+def _without_docstrings(node: ast.stmt) -> ast.stmt:
+    """A copy."""
+    copied = ast.parse(ast.unparse(node)).body[0]
+    for each in ast.walk(copied):
+        if isinstance(each, ast.ClassDef | Function):
+            kept = [item for item in each.body if not _is_text(item)]
+            each.body = kept or [ast.Pass()]
+    return copied
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
