@@ -40,7 +40,7 @@ MEASURED := tests/app/test_held_bodies.py tests/app/test_memory.py tests/bench/t
 # are in the other half; a new file is taken to need it.
 NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters checkpoint config counters fingerprint \
 	hand_overs journal lease_reads leases liveness message_signatures metadata_requests model_settings notifs peer_engines peers \
-	prompt_digest resolver resume_order side_channel ticket transfer_params verifier waiting_requests zmtp))
+	prompt_digest resolver resume_order side_channel ticket transfer_params verifier zmtp))
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM) $(MEASURED),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
 	tests/seeds tests/upstream tests/events/test_vllm_publisher.py
 # Neither the proxy nor the connector: who works on those two need not wait for it.

@@ -19,7 +19,6 @@ from pdproxy.nodes.node import Role, State
 from pdproxy.observe.event_metrics import LAG
 from pdproxy.observe.labels import (
     Attempt,
-    Delivery,
     Forgotten,
     Outcome,
     Phase,
@@ -168,7 +167,6 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_requests_total", "outcome"): Outcome,
     ("pdproxy_rejected_total", "reason"): Rejection,
     ("pdproxy_releases_total", "outcome"): Attempt,
-    ("pdproxy_deliveries_total", "outcome"): Delivery,
     ("pdproxy_task_failures_total", "task"): Task,
     ("pdproxy_silence_probes_total", "role"): Role,
     ("pdproxy_silence_probes_total", "outcome"): SilenceOutcome,

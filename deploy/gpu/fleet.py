@@ -28,7 +28,6 @@ HELD_BY_NODES = (
     "vllm:kv_cache_usage_perc",
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
-    "pdproxy_connector_waiting_requests",
 )
 HELD_BY_THE_PROXY = ("pdproxy_requests_active", "pdproxy_requests_queued")
 

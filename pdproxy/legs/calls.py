@@ -1,4 +1,4 @@
-"""The HTTP calls to nodes: the prefill leg, the decode leg, the delivery of a ticket, the release of a hand-over."""
+"""The HTTP calls to nodes: the prefill leg, the decode leg, the release of a hand-over."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from pdproxy.finish_reasons import is_aborted
 from pdproxy.legs.lax_fields import read_field
 from pdproxy.legs.node_headers import for_client
 from pdproxy.legs.parse import LARGE
-from pdproxy.legs.rewrite import delivery_body, release_body, resume_body
+from pdproxy.legs.rewrite import release_body, resume_body
 from pdproxy.nodes.node import Node
 from pdproxy.raw_json import LIST, SMALL, first_byte, kind_of_items
 from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, media_type, read_json, write_json
@@ -23,10 +23,8 @@ FAULT_BODY_BYTES = 64 * 1024
 ANSWER_BYTES = 256 * 1024 * 1024
 """The longest answer that is read whole: token ids and log-probabilities of a long prompt fit."""
 EVENT_STREAM = "text/event-stream"
-TICKETS_PATH = "/v1/pdproxy/tickets"
 STREAMS_PATH = "/v1/pdproxy/streams"
 """Before the path of an endpoint: the same endpoint, its streams with a journal."""
-_ACCEPTED = 202
 _OF_THE_LEG = frozenset({"content-type", "accept", "accept-encoding"})
 """Headers of a client that say nothing of a leg's own body and answer."""
 _LEG_HEADERS = (("content-type", "application/json"), ("accept-encoding", "identity"))
@@ -45,7 +43,7 @@ whether it used the ticket. The connector does not look at it, and no signature 
 
 
 def new_hand_over_id() -> str:
-    """A new id of a hand-over, or of a leg that waits: 128 bits of the system's randomness, in hex."""
+    """A new id of a hand-over: 128 bits of the system's randomness, in hex."""
     return os.urandom(16).hex()
 
 
@@ -131,24 +129,6 @@ async def decode(
 
 def _left_to_endpoint(fault: NodeFault) -> bool:
     return fault.status in (404, 405) or (fault.status == 400 and _NOT_RESUMABLE in fault.body)
-
-
-async def deliver_ticket(
-    transport: Transport, node: Node, wait_id: str, ticket: Json | None, headers: Headers, timeouts: Timeouts
-) -> None:
-    """Bring a ticket to the decode leg that waits on this node; None: it is to compute. Harmless if it has gone.
-
-    Raises:
-        NodeFault: any fault; CLIENT_ERROR where the node does not know the path, INVALID_BODY for what is no 202.
-    """
-    response = await _post(transport, node, TICKETS_PATH, delivery_body(wait_id, ticket), headers, timeouts)
-    await raise_for_status(response)
-    try:
-        await read_to_end(response, FAULT_BODY_BYTES)
-    finally:
-        await response.aclose()
-    if response.status != _ACCEPTED:
-        raise NodeFault(Fault.INVALID_BODY, f"a delivery was answered with status {response.status}")
 
 
 async def release(

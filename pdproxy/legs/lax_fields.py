@@ -5,6 +5,9 @@ Each field has the type that vLLM's model of the endpoint gives it (0.32: `entry
 `entrypoints/anthropic/protocol.py`); token limits and ``n`` have a least value, below which no node serves a request. A
 field that an endpoint does not have is not read there: vLLM ignores it too. The body is left as it is, so that nodes
 read what the client wrote.
+
+Beside those that the proxy needs there are numbers and booleans that the prefill leg leaves out: else the decode node
+would refuse them once the prompt has been computed.
 """
 
 import json
@@ -71,7 +74,7 @@ _CHOICES, _CHOICES_OR_NONE = _at_least(1)
 _FLAG = _Kind(bool, bool)
 _FLAG_OR_NONE = _Kind(bool | None, bool, type(None))
 _FLOAT_OR_NONE = _Kind(float | None, float, int, type(None))
-_ANSWER = {"stream": _FLAG_OR_NONE, "temperature": _FLOAT_OR_NONE}
+_ANSWER = {"stream": _FLAG_OR_NONE}
 _SAMPLED = {
     **_ANSWER,
     "max_tokens": _LIMIT_OR_NONE,

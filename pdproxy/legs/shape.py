@@ -7,22 +7,9 @@ import msgspec
 
 from pdproxy.legs.lax_fields import read_fields
 from pdproxy.legs.outline import PromptFacts, facts_of
-from pdproxy.raw_json import LIST, MOST_ITEMS, OBJECT, first_byte, first_items, kind_of_items, value_of
-from pdproxy.request import NO_ADDITIONS, Addition, Endpoint, Json, LocalReason, NotContinuableReason, Shape
+from pdproxy.raw_json import LIST, MOST_ITEMS, OBJECT, first_byte, first_items, value_of
+from pdproxy.request import Endpoint, Json, LocalReason, NotContinuableReason, Shape
 
-OUTPUT_PENALTIES = ("presence_penalty", "frequency_penalty")
-"""They count output tokens; a continuation's output begins anew. repetition_penalty counts the prompt's too."""
-OUTPUT_RULES = {
-    "bad_words": NotContinuableReason.BAD_WORDS,
-    "thinking_token_budget": NotContinuableReason.REASONING,
-    "repetition_detection": NotContinuableReason.REPETITION_DETECTION,
-    "watermarking": NotContinuableReason.WATERMARKING,
-    "structured_outputs": NotContinuableReason.STRUCTURED_OUTPUT,
-    "prompt_logprobs": NotContinuableReason.PROMPT_LOGPROBS,
-    "echo": NotContinuableReason.ECHO,
-    "use_beam_search": NotContinuableReason.BEAM_SEARCH,
-}
-_RULING = frozenset({*OUTPUT_PENALTIES, *OUTPUT_RULES})
 MOST_READERS = 1024
 """How many reads of one hand-over a prefill node's connector grants."""
 CLIENT_TOOLS = "function"
@@ -33,8 +20,7 @@ COMPLETIONS_DEFAULT_TOKENS = 16
 """What vLLM's completions endpoint allows where ``max_tokens`` is missing or null."""
 _LOOKED_AT = frozenset(
     {
-        "stop", "logprobs", "truncation", "response_format", "tool_choice", "include", "bad_words",
-        "thinking_token_budget", "repetition_detection", "structured_outputs",
+        "logprobs", "truncation", "include",
     }
 )  # fmt: skip
 """Beside those that `lax_fields` reads."""
@@ -65,16 +51,12 @@ def shape(
     asked |= {name: value_of(value) for name, value in body.items() if name in _LOOKED_AT}
     asked["prompt"], asked["tools"] = body.get("prompt"), body.get("tools")  # looked into, not decoded
     most = _max_tokens(asked)
-    held = max(map(len, stops(asked)), default=1) - 1 if "stop" in asked else 0
     return Shape(
         choices=asked.get("n") or 1,
         stream=bool(asked.get("stream")),
         local=_local(endpoint, asked, most),
-        not_continuable=_not_continuable(endpoint, asked, facts),
         not_resumable=_not_resumable(endpoint, asked),
-        asked=_asked(asked),
-        held_back=0 if asked.get("include_stop_str_in_output") else held,
-        greedy=asked.get("temperature") == 0,
+        wants_usage=_wants_usage(asked),
         longest=COMPLETIONS_DEFAULT_TOKENS if most is None and endpoint is Endpoint.COMPLETIONS else most,
         prompt_tokens=facts.tokens,
         most_prompt_tokens=facts.most_tokens,
@@ -90,13 +72,6 @@ def max_prompt_tokens(endpoint: Endpoint, body: Json) -> int | None:
 def estimated_prompt_tokens(body: Json) -> int:
     """About how many tokens the prompt has: token ids are counted, text goes by its length, media count nothing."""
     return facts_of(Endpoint.CHAT, body).tokens
-
-
-def stops(body: Json) -> tuple[str, ...]:
-    """The stop strings of a completions or chat body."""
-    stop = body.get("stop")
-    listed = stop if isinstance(stop, list) else [stop]
-    return tuple(text for text in listed if isinstance(text, str))
 
 
 def _local(endpoint: Endpoint, body: _Asked, most: int | None) -> LocalReason | None:
@@ -165,22 +140,6 @@ def _local_prompt(body: _Asked) -> LocalReason | None:
     return LocalReason.ONE_TOKEN if one_id else None
 
 
-def _not_continuable(endpoint: Endpoint, body: _Asked, facts: PromptFacts) -> NotContinuableReason | None:
-    """Why a broken stream cannot be continued on another node by the ids of its tokens."""
-    if endpoint in (Endpoint.MESSAGES, Endpoint.RESPONSES):
-        return NotContinuableReason[endpoint.name]
-    if body.get("n") not in (None, 1):
-        return NotContinuableReason.CHOICES
-    rule = None if _RULING.isdisjoint(body) else _output_rule(body)
-    return rule or _format(body) or (_chat(body, facts) if endpoint is Endpoint.CHAT else None)
-
-
-def _output_rule(body: _Asked) -> NotContinuableReason | None:
-    if any(body.get(key) for key in OUTPUT_PENALTIES):
-        return NotContinuableReason.PENALTIES
-    return next((reason for key, reason in OUTPUT_RULES.items() if _is_set(body.get(key))), None)
-
-
 def _not_resumable(endpoint: Endpoint, body: _Asked) -> NotContinuableReason | None:
     """Why a broken stream cannot be resumed by its journal, which tells what was generated for the prompt, in order."""
     if body.get("use_beam_search"):
@@ -198,36 +157,9 @@ def _not_resumable_response(body: _Asked) -> NotContinuableReason | None:
     return NotContinuableReason.RESPONSE_LOGPROBS if shown else None
 
 
-def _is_set(value: object) -> bool:
-    """Whether a field asks for something; 0 does."""
-    return value is not None and value is not False and value not in ([], {})
-
-
-def _format(body: _Asked) -> NotContinuableReason | None:
-    form = body.get("response_format")
-    plain = form is None or (isinstance(form, dict) and form.get("type") == "text")
-    return None if plain else NotContinuableReason.STRUCTURED_OUTPUT
-
-
-def _chat(body: _Asked, facts: PromptFacts) -> NotContinuableReason | None:
-    if _has_items(body.get("tools")) and body.get("tool_choice") != "none":
-        return NotContinuableReason.TOOL_CALLS
-    return NotContinuableReason.MEDIA if facts.media else None
-
-
-def _has_items(tools: object) -> bool:
-    if isinstance(tools, msgspec.Raw) and first_byte(tools) == LIST:
-        return kind_of_items(tools) != b"]"
-    return bool(value_of(tools))
-
-
-def _asked(body: _Asked) -> frozenset[Addition]:
-    options, asked = body.get("stream_options"), set[Addition]()
-    if options is not None and options.include_usage:
-        asked.add(Addition.USAGE)
-    if body.get("return_token_ids"):
-        asked.add(Addition.TOKEN_IDS)
-    return frozenset(asked) or NO_ADDITIONS
+def _wants_usage(body: _Asked) -> bool:
+    options = body.get("stream_options")
+    return options is not None and bool(options.include_usage)
 
 
 def _max_tokens(body: _Asked) -> int | None:

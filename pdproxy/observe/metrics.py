@@ -11,7 +11,6 @@ from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import (
     Affinity,
     Attempt,
-    Delivery,
     FileChange,
     Leg,
     Move,
@@ -105,9 +104,6 @@ class Metrics:
             "pdproxy_recomputed_total", "Disaggregated requests whose decode node prefilled again."
         )
         self._releases = counter("pdproxy_releases_total", "Hand-overs that the proxy released.", ["outcome"])
-        self._deliveries = counter(
-            "pdproxy_deliveries_total", "What came of decode legs that went out before their tickets.", ["outcome"]
-        )
         self._active = gauge("pdproxy_requests_active", "Prompts that run now.")
         self._queued = gauge("pdproxy_requests_queued", "Prompts that wait in the queue now.")
         self._bodies = gauge("pdproxy_body_bytes", "Bytes of request bodies that are held now.")
@@ -148,7 +144,6 @@ class Metrics:
         self._request = cache(self._requests.labels)
         self._phase = cache(self._phases.labels)
         self._continuing = cache(self._continuable.labels)
-        self._delivery = cache(self._deliveries.labels)
         self._session = cache(self._sessions.labels)
         self._plan = cache(self._plans.labels)
         self._token = cache(self._tokens.labels)
@@ -160,7 +155,7 @@ class Metrics:
         self._begin_model_at_zero(OTHER)
         for counter, words in (
             (self._migrations, Attempt), (self._releases, Attempt), (self._tasks, Task),
-            (self._proofs, Proof), (self._deliveries, Delivery), (self._rejected, Rejection),
+            (self._proofs, Proof), (self._rejected, Rejection),
             (self._plans, RouteReason), (self._spans, SpanOutcome),
         ):  # fmt: skip
             counter.begin(words)
@@ -238,10 +233,6 @@ class Metrics:
     def released(self, outcome: Attempt) -> None:
         """Count a hand-over that the proxy released."""
         self._releases.labels(outcome).inc()
-
-    def delivered(self, outcome: Delivery) -> None:
-        """Count what came of a decode leg that went out before its ticket."""
-        self._delivery(outcome).inc()
 
     def watch_requests(self, active: Callable[[], float], queued: Callable[[], float]) -> None:
         """Ask for the numbers of running and of waiting prompts whenever metrics are scraped."""

@@ -14,7 +14,6 @@ from pdproxy.orchestration.failure_record import FinalError
 from pdproxy.planning.plan_types import NoNode, UnknownModel
 from pdproxy.request import Endpoint, Headers, header, write_json
 from pdproxy.response import ProxyResponse
-from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.stream.chunks import DONE_EVENT
 
 RETRY_AFTER = "1"
@@ -29,7 +28,7 @@ class UpstreamErrorResponse(PdproxyError):
         self.response = response
 
 
-StreamError = NodeFault | ClientError | UpstreamErrorResponse | NotContinuable
+StreamError = NodeFault | ClientError | UpstreamErrorResponse
 """What ends a stream with an error event."""
 
 

@@ -341,9 +341,7 @@ async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, 
     """The answer to one prompt, as bytes (the node's own where nothing had to be changed) and parsed."""
     sub_request = upstream.sub_request
     try:
-        raw, answer = await upstream.start(
-            sub_request.body, lambda _: LegForm(), functools.partial(_read, sub_request.endpoint)
-        )
+        raw, answer = await upstream.start(lambda _: LegForm(), functools.partial(_read, sub_request.endpoint))
         usage = read_usage(answer.get("usage"))
         if usage is not None:
             upstream.record_usage(usage)

@@ -169,8 +169,6 @@ class Deadlines(Section):
     """For running requests when the proxy ends; what outlives it gets an error event. SIGKILL must come later."""
     release: types.Seconds = Field(default=5.0, gt=0)
     """For telling a prefill node to free blocks."""
-    delivery: types.Seconds = Field(default=10.0, gt=0)
-    """For bringing a ticket to a decode node that waits for it."""
 
 
 class Limits(Section):
@@ -214,8 +212,6 @@ class Policy(Section):
     """What follows where no decode node is left: with `prefill`, prefill nodes serve whole requests."""
     routing: types.Routing = types.Routing.LEAST_LOADED
     """How one of several nodes is chosen; `prefix` and `hybrid` go by what each of them has cached."""
-    legs: types.Legs = types.Legs.IN_TURN
-    """When the decode node gets the request: `in_turn`, with its ticket; `together`, at once, if it can wait for it."""
     retries: types.Count = Field(default=2, ge=0, le=10)
     """Further nodes tried for one leg."""
     migrations: types.Count = Field(default=3, ge=0, le=100)

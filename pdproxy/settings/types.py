@@ -54,15 +54,6 @@ class OnNoDecode(OneOf):
     """A prefill node serves the whole request."""
 
 
-class Legs(OneOf):
-    """When the decode leg of a request goes out."""
-
-    TOGETHER = "together"
-    """With the prefill leg, where the decode node can wait for the ticket."""
-    IN_TURN = "in_turn"
-    """When the prefill leg has brought the ticket."""
-
-
 class Routing(OneOf):
     """How one is chosen among several nodes."""
 

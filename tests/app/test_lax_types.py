@@ -11,7 +11,8 @@ import pytest
 from pdproxy.request import Endpoint
 from pdproxy.settings.model import Settings
 from tests.app.running_proxy import RunningProxy, running_proxy
-from tests.fakes.node import REFUSED
+from tests.fakes.journal import STREAMS_PATH
+from tests.fakes.node import REFUSED, FakeNode, Seen
 from tests.orchestration.answers import read_answer, text_of
 from tests.orchestration.prompts import body_for, right
 
@@ -80,7 +81,7 @@ REFUSED_BY_A_NODE: tuple[Case, ...] = (
     (COMPLETIONS, "return_token_ids", "[1]"),
     (COMPLETIONS, "echo", "2"),
     (CHAT, "echo", "null"),
-    (CHAT, "temperature", '"hot"'),
+    (CHAT, "presence_penalty", '"hot"'),
     (CHAT, "model", "7"),
     (RESPONSES, "model", "[]"),
     (MESSAGES, "model", ""),
@@ -107,13 +108,17 @@ async def asked(proxy: RunningProxy, case: Case, *, stream: bool) -> httpx.Respo
 
 def legs(proxy: RunningProxy, case: Case) -> tuple[int, int]:
     """How many legs prefill and decode nodes saw."""
-    prefill, decode = ([leg for leg in node.legs() if leg.path == case[0]] for node in (proxy.prefill, proxy.decode))
-    return len(prefill), len(decode)
+    return len(legs_at(proxy.prefill, case)), len(legs_at(proxy.decode, case))
+
+
+def legs_at(node: FakeNode, case: Case) -> list[Seen]:
+    """To the endpoint, or to the journaled one."""
+    return [leg for leg in node.legs() if leg.path in (case[0], STREAMS_PATH + case[0])]
 
 
 def sent(proxy: RunningProxy, case: Case) -> Any:
     """What the decode node got of the odd field."""
-    (leg,) = [leg for leg in proxy.decode.legs() if leg.path == case[0]]
+    (leg,) = legs_at(proxy.decode, case)
     return leg.body.get(case[1], "nothing")
 
 

@@ -61,7 +61,7 @@ class Fleet:
     def _served(self, role: str) -> str:
         """The one node of a role that this turn reached."""
         nodes = ((name, each.node) for name, each in self.nodes.items() if name.startswith(role))
-        [name] = [name for name, node in nodes if any(leg.path == "/v1/chat/completions" for leg in node.legs())]
+        [name] = [name for name, node in nodes if any(leg.path.endswith("/v1/chat/completions") for leg in node.legs())]
         return name
 
     async def join(self, role: Role) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from deploy.local.paths import RUNS
 from deploy.local.supervise import PartEndedError, Stopped, stop_signals
 from tests.bench.lockstep import counted
-from tests.bench.peers import JOURNALED, PDPROXY, Peer, Ports
+from tests.bench.peers import PDPROXY, Peer, Ports
 from tests.bench.rounds import BenchError
 from tests.bench.script import KEY, Line
 from tests.fakes.otlp_collector import otlp_collector
@@ -32,20 +32,16 @@ class Feature(NamedTuple):
 
     name: str
     flags: tuple[str, ...] = ()
-    peer: Peer = PDPROXY
 
 
 def features(keys: Path, collector: str) -> list[Feature]:
     """All of them; ``keys``: a file of API keys; ``collector``: where spans go."""
-    on = ("--policy-migrations", "3")
     return [
         Feature("a log line for each request", (*OFF, "--log-level", "info")),
-        Feature("streams that can go on by token ids", (*OFF, *on)),
-        Feature("streams that can go on by a journal", (*OFF, *on), JOURNALED),
+        Feature("streams that can go on by a journal", (*OFF, "--policy-migrations", "3")),
         Feature("accounts and limits of API keys", (*OFF, "--keys-file", str(keys))),
         Feature("traces", (*OFF, "--otel-export", "otlp", "--otel-endpoint", collector)),
         Feature("plans by what is cached (hybrid)", (*OFF, "--policy-routing", "hybrid", "--policy-itl-budget", "0")),
-        Feature("legs together", (*OFF, "--policy-legs", "together")),
     ]
 
 
@@ -55,7 +51,7 @@ async def costs(feature: Feature, lines: Sequence[Line]) -> list[float]:
     Raises:
         BenchError: the proxy was not ready, or an answer was wrong.
     """
-    peer, found = Peer(feature.peer.name, _with_flags(feature.peer.command, feature.flags)), []
+    peer, found = Peer(PDPROXY.name, _with_flags(PDPROXY.command, feature.flags)), []
     for line in lines:
         busy = await counted(peer, line, REQUESTS)
         idle = await counted(peer, line, 0, busy.seconds)

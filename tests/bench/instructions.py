@@ -2,8 +2,7 @@
 
 CPU time tells two trees apart only where they differ by a tenth or more; the number of instructions repeats to half a
 per cent, whatever else the machine does. The proxy runs under cachegrind twice, with requests and without, and the
-difference is theirs. Not counted: the kernel's work, and what memory costs. Run it in another checkout to compare, or
-with the argument ``pdproxy-journaled``: then all streams have a journal.
+difference is theirs. Not counted: the kernel's work, and what memory costs. Run it in another checkout to compare.
 """
 
 import re
@@ -15,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from deploy.local.paths import RUNS
 from deploy.local.supervise import PartEndedError, Supervisor, stop_signals
-from tests.bench.peers import JOURNALED, PDPROXY, Peer, Ports
+from tests.bench.peers import PDPROXY, Peer, Ports
 from tests.bench.rounds import BenchError, Effort, ask, start
 from tests.bench.script import Line
 
@@ -64,12 +63,12 @@ def main() -> int:
     if shutil.which("valgrind") is None:
         print("error: valgrind is not installed", file=sys.stderr)
         return 1
-    peer = JOURNALED if JOURNALED.name in sys.argv[1:] else PDPROXY
     RUNS.mkdir(exist_ok=True)
     try:
         with stop_signals():
             for line in Line:
-                print(f"{line:24} {instructions(peer, line) / 1000:8.1f} thousand instructions a request", flush=True)
+                cost = instructions(PDPROXY, line) / 1000
+                print(f"{line:24} {cost:8.1f} thousand instructions a request", flush=True)
     except (BenchError, PartEndedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -52,12 +52,12 @@ def pdproxy(name: str, python: Path, *flags: str) -> Peer:
 def variants(python: Path, suffix: str = "") -> list[Peer]:
     """pdproxy as it is compared with others: without what they have not, as it comes, and with everything.
 
-    Everything: records of streams to go on from, legs together, plans by what is cached, accounting by keys, tracing.
+    Everything: records of streams to go on from, plans by what is cached, accounting by keys, tracing.
     """
     KEYS.parent.mkdir(parents=True, exist_ok=True)
     KEYS.write_text(f"{KEY} bench\n", encoding="utf-8")
     # The mock nodes refuse a prompt without a ticket: no decode node may compute one.
-    plans = ["--policy-legs", "together", "--policy-routing", "hybrid", "--policy-itl-budget", "0"]
+    plans = ["--policy-routing", "hybrid", "--policy-itl-budget", "0"]
     counts = ["--keys-file", str(KEYS), "--otel-export", "otlp"]
 
     def everything(ports: Ports) -> list[str]:
@@ -69,15 +69,6 @@ def variants(python: Path, suffix: str = "") -> list[Peer]:
         pdproxy(f"pdproxy{suffix}, as it comes", python),
         Peer(f"pdproxy{suffix}, everything on", everything),
     ]
-
-
-def _together(ports: Ports) -> list[str]:
-    return [*_pdproxy(ports), "--policy-legs", "together"]
-
-
-def _journaled(ports: Ports) -> list[str]:
-    # The decode node by a second name: a stream has a journal where another node could resume it.
-    return [*_pdproxy(ports), "--decode", f"http://localhost:{ports.decode}"]
 
 
 def _pdproxy(ports: Ports, python: Path = VENV / "bin" / "python") -> list[str]:
@@ -123,8 +114,6 @@ def _nodes(ports: Ports) -> list[str]:
 
 
 PDPROXY = Peer("pdproxy", _pdproxy)
-JOURNALED = Peer("pdproxy-journaled", _journaled)
-TOGETHER = Peer("pdproxy-together", _together)
 VLLM_ROUTER = Peer("vllm-router", _vllm_router)
 SMG_ROUTER = Peer("smg", lambda ports: smg_command(ports, "round_robin"), _join_smg)
 

@@ -274,9 +274,6 @@ def named_event(name: str, value: Mapping[str, Any]) -> bytes:
 
 
 def _prompt(path: str, body: Mapping[str, Any]) -> list[int]:
-    given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
-    if given is not None:
-        return list(given)
     if path == "/v1/completions":
         prompt = body["prompt"]
         while isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):

@@ -15,7 +15,7 @@ from pdproxy.errors import ClientError
 from pdproxy.legs.lax_fields import FIELDS, LONGEST, StreamOptions, UnreadableField, read_field, read_fields
 from pdproxy.legs.shape import shape
 from pdproxy.raw_json import SMALL
-from pdproxy.request import Addition, Endpoint, LocalReason, NotContinuableReason
+from pdproxy.request import Endpoint, LocalReason
 from tests.legs.test_fields import annotations
 
 VALUES = [
@@ -58,8 +58,8 @@ def test_values_are_read_as_vllm_reads_them(endpoint: Endpoint, name: str) -> No
 
 
 def test_what_needs_no_conversion_is_the_value_itself() -> None:
-    fields = read_fields(Endpoint.CHAT, {"stream": True, "n": 3, "temperature": 0.5, "messages": [], "model": "m"})
-    assert fields == {"stream": True, "n": 3, "temperature": 0.5}
+    fields = read_fields(Endpoint.CHAT, {"stream": True, "n": 3, "presence_penalty": 0.5, "messages": [], "model": "m"})
+    assert fields == {"stream": True, "n": 3, "presence_penalty": 0.5}
 
 
 def test_a_field_that_an_endpoint_does_not_have_is_not_read() -> None:
@@ -122,12 +122,7 @@ def test_where_a_request_is_computed_depends_on_what_nodes_read(
 
 
 def test_a_shape_is_made_of_what_nodes_read() -> None:
-    more = {"stream": "true", "n": 2.0, "max_tokens": "7", "temperature": "0", "stop": "abc"}
-    asked = {"stream_options": {"include_usage": 1}, "return_token_ids": "no", "include_stop_str_in_output": "no"}
-    made = shape(Endpoint.CHAT, {**CHAT, **more, **asked})
-    assert (made.stream, made.choices, made.longest, made.greedy, made.held_back) == (True, 2, 7, True, 2)
-    assert made.asked == {Addition.USAGE}
+    more = {"stream": "true", "n": 2.0, "max_tokens": "7", "stream_options": {"include_usage": 1}}
+    made = shape(Endpoint.CHAT, {**CHAT, **more})
+    assert (made.stream, made.choices, made.longest, made.wants_usage) == (True, 2, 7, True)
     assert shape(Endpoint.CHAT, {**CHAT, "stream": "off", "n": True}).choices == 1
-    penalised = shape(Endpoint.CHAT, {**CHAT, "presence_penalty": "0.5"})
-    assert penalised.not_continuable is NotContinuableReason.PENALTIES
-    assert shape(Endpoint.CHAT, {**CHAT, "presence_penalty": "0", "echo": 0}).not_continuable is None

@@ -59,7 +59,7 @@ async def test_of_a_long_chat_the_same_is_known_as_of_a_parsed_one(messages: lis
     assert facts.tokens == pytest.approx(exact, rel=0.02, abs=16)
     known = PromptFacts(exact, facts.most_tokens, facts.media)
     assert shape(Endpoint.CHAT, large, known) == shape(Endpoint.CHAT, body)
-    assert json.loads(write_json(decode_body(Endpoint.CHAT, large, None, frozenset()))) == body
+    assert json.loads(write_json(decode_body(large, None))) == body
 
 
 @pytest.mark.parametrize("name", ["one message", "many messages", "parts", "arguments"])

@@ -21,7 +21,7 @@ from pdproxy.planning.policies import ITL_BUDGET, policy_named
 from pdproxy.planning.prefix import PromptHits
 from pdproxy.planning.rates import Rates, Work
 from pdproxy.request import Endpoint, SubRequest
-from pdproxy.settings.types import Legs, Routing
+from pdproxy.settings.types import Routing
 from tests.fakes.fake_model import tokenize
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.prompt_cache import PromptCache
@@ -55,11 +55,10 @@ class CachingCluster(FakeCluster):
         *,
         resumes: bool = False,
         ranks: int = 1,
-        legs: Legs = Legs.IN_TURN,
         itl_budget: float = ITL_BUDGET,
     ) -> None:
         config = OrchestrationConfig(routing_policy=policy_named(routing, itl_budget))
-        super().__init__(nodes, nodes, config, legs=legs)
+        super().__init__(nodes, nodes, config)
         for fake in self.nodes:
             fake.cache = PromptCache()
             fake.resumes = resumes and fake in self.decodes
@@ -98,10 +97,9 @@ def said(turn: int, conversation: int = 0) -> list[str]:
     return [f"c{conversation}t{number} " * 40 for number in range(2 * turn + 1)]
 
 
-@pytest.mark.parametrize("legs", list(Legs))
 @pytest.mark.parametrize("routing", [Routing.PREFIX, Routing.HYBRID])
-async def test_the_turns_of_a_conversation_stay_without_any_session_key(routing: Routing, legs: Legs) -> None:
-    cluster = CachingCluster(routing, legs=legs)
+async def test_the_turns_of_a_conversation_stay_without_any_session_key(routing: Routing) -> None:
+    cluster = CachingCluster(routing)
     for turn in range(4):
         got = await cluster.say(*said(turn))
     assert list(cluster.legs_on().values()) == [4]
@@ -144,7 +142,7 @@ async def test_a_shared_system_prompt_stays_on_one_node_while_that_is_idle() -> 
 
 
 async def test_tokens_in_flight_are_given_back() -> None:
-    cluster = CachingCluster(legs=Legs.TOGETHER)
+    cluster = CachingCluster()
     cluster.prefills[0].fault = InjectedFault(FaultKind.RESET, times=1)
     cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, times=1)
     for turn in range(4):

@@ -4,7 +4,6 @@ import pytest
 
 from pdproxy.errors import Fault
 from pdproxy.failures import LEG_BLAME, Blame, Moment
-from pdproxy.nodes.node import State
 from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Leg
@@ -76,18 +75,6 @@ async def test_a_prefill_that_failed_counts_where_a_decode_node_computed_the_pro
     reporter.failed(Leg.PREFILL, "p0", Fault.SERVER_ERROR)
     reporter.began(Leg.DECODE, "d0")
     assert told(cluster.pool, "p0", Leg.PREFILL) == [Verdict.SERVED]
-
-
-async def test_a_good_decode_leg_ends_a_row_of_deliveries_that_failed(
-    cluster: FakeCluster, reporter: FaultReporter
-) -> None:
-    for number in range(5):
-        request = FaultReporter(cluster.pool, Source(f"r-{number}"))
-        request.failed(Leg.DELIVERY, "d0", Fault.REFUSED)
-        assert told(cluster.pool, "d0") == [Verdict.NODE]
-        reporter.began(Leg.DECODE, "d0")
-        reporter.ended(Leg.DECODE, "d0")
-    assert cluster.pool.view("d0").state is State.UP
 
 
 async def test_a_fault_does_not_count_where_the_same_node_served_it_later(

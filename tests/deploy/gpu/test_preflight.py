@@ -124,7 +124,7 @@ def test_a_proxy_that_lacks_a_package_is_told_which() -> None:
 
 
 def test_settings_that_lead_the_proxy_elsewhere_are_found() -> None:
-    assert check_environment({"PDPROXY_LOG_LEVEL": "debug", "HF_TOKEN": "x", "PDPROXY_POLICY_LEGS": "together"}).holds
+    assert check_environment({"PDPROXY_LOG_LEVEL": "debug", "HF_TOKEN": "x", "PDPROXY_POLICY_RETRIES": "1"}).holds
     check = check_environment({"PDPROXY_KEYS_FILE": "/k", "PDPROXY_LISTEN_PORT": "1"})
     assert failing([check])
     assert "unset PDPROXY_KEYS_FILE and PDPROXY_LISTEN_PORT" in check.line()
