@@ -35,7 +35,7 @@ lint: env ## format, style, types, import contracts
 # runs with the soak, one after another.
 MEASURED := tests/app/test_held_bodies.py tests/app/test_memory.py tests/bench/test_blocked.py tests/bench/test_stalls.py tests/bench/test_sweep.py \
 	tests/connector/test_low_cpu_agent.py tests/connector/test_side_channel_attacks.py tests/legs/test_blocked.py \
-	tests/orchestration/test_flood.py tests/planning/test_plan_cost.py tests/workers/test_processes.py
+	tests/orchestration/test_flood.py tests/planning/test_plan_cost.py
 # What imports vLLM runs apart: loading it takes eight seconds of CPU. Of the connector's tests those that need no vLLM
 # are in the other half; a new file is taken to need it.
 NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters checkpoint config counters fingerprint \
@@ -66,7 +66,7 @@ unit-connector:
 tooling: env ## tests of chart, compose, images, launcher, bench (half a minute)
 	@$(UNIT) $(WORKERS) 3 $(addprefix --ignore=,$(MEASURED)) $(TOOLING)
 
-soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; attacks, workers, what an operator sees (three minutes; 15 in test-long)
+soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; attacks, what an operator sees (three minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch $(MEASURED)
 
 # Those outside tests/e2e are found by their mark: to list all others too takes eight seconds.

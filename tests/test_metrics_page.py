@@ -34,7 +34,6 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.refused_connections import RefusedConnections
 from pdproxy.observe.request_metrics import LABELS, SECONDS
 from pdproxy.request import Endpoint
-from pdproxy.workers.supervisor import SupervisorMetrics
 from tests.deploy.prometheus.alert_cases import CASES
 from tests.deploy.prometheus.queries import grouping, legend_labels, selectors, with_all_chosen
 
@@ -74,13 +73,11 @@ class RecordingRegistry(CollectorRegistry):
 @cache
 def of_the_proxy() -> dict[str, str]:
     """Type by name, as Prometheus sees it."""
-    one, several = CollectorRegistry(), CollectorRegistry()
-    Metrics(one)
-    one.register(DroppedLines(lambda: 0))
-    RefusedConnections(one)
-    SupervisorMetrics(several, 2)
-    families = [*one.collect(), *several.collect()]
-    return {family.name + ("_total" if family.type == "counter" else ""): family.type for family in families}
+    registry = CollectorRegistry()
+    Metrics(registry)
+    registry.register(DroppedLines(lambda: 0))
+    RefusedConnections(registry)
+    return {family.name + ("_total" if family.type == "counter" else ""): family.type for family in registry.collect()}
 
 
 def of_the_connector() -> dict[str, str]:

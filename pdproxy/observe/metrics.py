@@ -41,15 +41,6 @@ from pdproxy.request import Endpoint
 from pdproxy.usage import Usage
 
 
-def operator_refusals(registry: CollectorRegistry) -> Counter:
-    """The counter of requests that the operators' port refused, which a supervisor of several workers has too."""
-    made = Counter(
-        "pdproxy_operator_refusals_total", "Requests that the operators' port refused.", ["reason"], registry=registry
-    )
-    made.begin(OperatorRefusal)
-    return made
-
-
 class Metrics:
     """Every series of the proxy. Counting never raises and never waits.
 
@@ -108,7 +99,9 @@ class Metrics:
         self._queued = gauge("pdproxy_requests_queued", "Prompts that wait in the queue now.")
         self._bodies = gauge("pdproxy_body_bytes", "Bytes of request bodies that are held now.")
         self._rejected = counter("pdproxy_rejected_total", "Requests rejected before they ran.", ["reason"])
-        self._operator_refusals = operator_refusals(registry)
+        self._operator_refusals = counter(
+            "pdproxy_operator_refusals_total", "Requests that the operators' port refused.", ["reason"]
+        )
         self._tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind", "model"])
         self._prefill_tokens = gauge(
             "pdproxy_prefill_pending_tokens_estimate",
@@ -156,7 +149,7 @@ class Metrics:
         for counter, words in (
             (self._migrations, Attempt), (self._releases, Attempt), (self._tasks, Task),
             (self._proofs, Proof), (self._rejected, Rejection),
-            (self._plans, RouteReason), (self._spans, SpanOutcome),
+            (self._plans, RouteReason), (self._spans, SpanOutcome), (self._operator_refusals, OperatorRefusal),
         ):  # fmt: skip
             counter.begin(words)
         self._stalls.begin(Move)

@@ -43,8 +43,8 @@ class Listen(Section):
     """Between comments in a stream that has no event yet, for load balancers that cut silent connections; 0 is none."""
     root_path: types.PathPrefix = ""
     """Path prefix under which another proxy serves this one, such as /llm; requests may come with it or without."""
-    workers: types.Count = Field(default=1, ge=1, le=64)
-    """Processes that serve clients: one for each core to be used. `limits` are divided among them."""
+    reuse_port: types.ReusePort = types.ReusePort.OFF
+    """Whether several proxies of one user share `port` (SO_REUSEPORT, Linux), each with its own `admin_port`."""
     tls_certificate: types.OptionalFile = None
     """PEM certificate chain for the clients' port."""
     tls_key: types.OptionalFile = None
@@ -58,12 +58,21 @@ class Listen(Section):
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("listen.tls_certificate and listen.tls_key go together: set both, or neither.")
-        if self.metrics is types.MetricsPort.BOTH and self.workers > 1:
-            raise ValueError(
-                "listen.metrics is both and listen.workers is above 1: the clients' port would show the metrics of"
-                " one worker as if they were all. Leave listen.metrics at operators."
-            )
+        if self.reuse_port is types.ReusePort.ON:
+            self._check_shared_port()
         return self
+
+    def _check_shared_port(self) -> None:
+        if not self.port:
+            raise ValueError(
+                "listen.reuse_port is on and listen.port is 0: each proxy would pick a port of its own. Name the port"
+                " that they share."
+            )
+        if self.metrics is types.MetricsPort.BOTH:
+            raise ValueError(
+                "listen.metrics is both and listen.reuse_port is on: a scrape of the clients' port would reach one of"
+                " the proxies by chance. Leave listen.metrics at operators."
+            )
 
 
 class ConfiguredNode(Section):

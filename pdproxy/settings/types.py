@@ -31,7 +31,8 @@ class OneOf(enum.StrEnum):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         described = handler.resolve_ref_schema(handler(schema))
-        return {"enum": [*described["enum"], *([False] if "off" in list(cls) else [])]}
+        bare = [value for word, value in (("on", True), ("off", False)) if word in list(cls)]
+        return {"enum": [*described["enum"], *bare]}
 
 
 class OnPrefillFailure(OneOf):
@@ -114,6 +115,13 @@ class MetricsPort(OneOf):
 
     OPERATORS = "operators"
     BOTH = "both"
+
+
+class ReusePort(OneOf):
+    """Whether several proxies listen on one clients' port."""
+
+    ON = "on"
+    OFF = "off"
 
 
 class OtelExport(OneOf):

@@ -14,9 +14,8 @@ from pdproxy.app.build import proxy
 from pdproxy.app.host import HostEnvironment
 from pdproxy.nodes import join
 from pdproxy.observe.logs import TextFormatter
-from pdproxy.settings.model import ConfiguredNode, Health, Keys, Listen, Policy, Settings
+from pdproxy.settings.model import ConfiguredNode, Health, Keys, Policy, Settings
 from pdproxy.settings.types import FirstHandOver, Role, Routing
-from pdproxy.workers.division import share_of
 from tests.app.running_proxy import bearer, listening, operator_of, plain_client, until, up
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -132,13 +131,13 @@ async def test_six_turns_meet_the_same_nodes_though_another_joins() -> None:
 
 
 @contextlib.asynccontextmanager
-async def worker_beside(made: Fleet, settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
-    """A second worker in front of the same nodes, which knows nothing of the first; a client of it."""
+async def another_proxy(made: Fleet, settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
+    """A second proxy in front of the same nodes, which knows nothing of the first; a client of it."""
     urls = {name: node.url for name, node in made.nodes.items()}
     nodes = tuple(ConfiguredNode(url=url, role=Role(name.partition("-")[0]), model="m") for name, url in urls.items())
-    two = settings.model_copy(update={"nodes": nodes, "listen": Listen(workers=2)})
+    two = settings.model_copy(update={"nodes": nodes})
     async with (
-        proxy(share_of(two, 1), HostEnvironment()) as running,
+        proxy(two, HostEnvironment()) as running,
         listening(running, two) as url,
         plain_client(url) as client,
         operator_of(running) as operator,
@@ -147,9 +146,9 @@ async def worker_beside(made: Fleet, settings: Settings) -> AsyncIterator[httpx.
         yield client
 
 
-async def test_workers_choose_alike_without_talking() -> None:
-    """A conversation meets the same nodes over connections to different workers."""
-    async with fleet(BY_SESSION) as made, worker_beside(made, BY_SESSION) as other:
+async def test_proxies_choose_alike_without_talking() -> None:
+    """A conversation reaches the same nodes through any of several proxies."""
+    async with fleet(BY_SESSION) as made, another_proxy(made, BY_SESSION) as other:
         homes: dict[str, Nodes] = {}
         for _ in range(4):
             made.client, other = other, made.client
