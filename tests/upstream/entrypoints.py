@@ -90,6 +90,13 @@ class Outcome:
     why: str
 
 
+class NothingPassedError(Exception):
+    """There is nothing to compare; the text says for what."""
+
+
+LOST = Outcome("failed", "pytest did not come to its end")
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Test → outcome; `proxied` has those that passed alone."""
@@ -110,14 +117,16 @@ def main(arguments: Sequence[str]) -> int:
         print(f"The source distribution of vLLM {version} could not be fetched. pip said:\n{error}")
         return 2
     ledger = read(LEDGER.read_text(encoding="utf-8"))
-    found = _compare(folder, ledger, given.words)
-    if not found.proxied:
-        print("No test passed on a single engine: see above.")
+    try:
+        found = _compare(folder, ledger, given.words)
+    except NothingPassedError as error:
+        print(f"No test for {error} passed on a single engine: see above.")
         return 2
     return _report(version, found, ledger, whole=not given.words)
 
 
 def _compare(folder: Path, ledger: Ledger, words: str | None) -> Comparison:
+    """All servers, one after another. Raises NothingPassedError."""
     files = list(_files(folder / TESTS))
     names = sorted({name or adapter for file in files for name, adapter in _NAME.findall(_text(file))})
     options = [f"--deselect={TESTS}/{test}" for test in ledger.left_out] + (["-k", words] if words else [])
@@ -130,8 +139,12 @@ def _compare(folder: Path, ledger: Ledger, words: str | None) -> Comparison:
         _provide(folder, model, names)
         print(f"{server.name}: {len(mine)} files of tests")
         found = _compare_at(server, folder, model, names, [*(str(file.relative_to(folder)) for file in mine), *options])
+        if not found.proxied and not words:
+            raise NothingPassedError(f"the server {server.name!r}")
         alone |= found.alone
         proxied |= found.proxied
+    if not proxied:
+        raise NothingPassedError(f"{words!r}")
     return Comparison(alone, proxied)
 
 
@@ -142,8 +155,9 @@ def _compare_at(server: Server, folder: Path, model: Path, names: Sequence[str],
         prefill, decode, reference = start_nodes(supervisor, _specs(server, model, names), print)
         proxy = start_proxy(supervisor, ProxySpec(more_arguments=server.proxy), [prefill, decode], print)
         alone = _run(folder, chosen, reference.url, model)
-        passed = [f"{TESTS}/{test}" for test, outcome in alone.items() if outcome.result == "passed"]
-        return Comparison(alone, _run(folder, passed, proxy.url, model) if passed else {})
+        passed = [test for test, outcome in alone.items() if outcome.result == "passed"]
+        proxied = _run(folder, [f"{TESTS}/{test}" for test in passed], proxy.url, model) if passed else {}
+        return Comparison(alone, {test: proxied.get(test, LOST) for test in passed})
 
 
 def _specs(server: Server, model: Path, names: Sequence[str]) -> list[NodeSpec]:
@@ -214,7 +228,7 @@ def _run(folder: Path, chosen: Sequence[str], url: str, model: Path) -> dict[str
 
 
 def _report(version: str, found: Comparison, ledger: Ledger, *, whole: bool) -> int:
-    proxied = {test: outcome.result for test, outcome in found.proxied.items()}
+    proxied = {test: "passed" if outcome.result == "passed" else "failed" for test, outcome in found.proxied.items()}
     known = {test: why for test, why in ledger.differences.items() if whole or test in proxied}
     verdict = judge(proxied, known)
     for test in verdict.new:

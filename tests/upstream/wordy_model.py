@@ -1,9 +1,11 @@
 """Models for vLLM's entrypoint tests: they say something to every prompt, and end JSON early.
 
 Those tests are written for models such as Qwen's. They want some text in every answer, token ids of a large vocabulary,
-a token for a word, ChatML, and JSON that ends. The weights are drawn at random, by their
-seed; beyond that, marks that close something are likelier than words, and after a line's end comes a script: an answer
-to a chat that ends by itself. Without a script an answer goes on for as long as it may.
+a token for a word, ChatML, and JSON that ends.
+
+The weights are drawn at random, by their seed. Beyond that, marks that close something are likelier than words, and
+bytes that are no text are never said. After a line's end comes a script: an answer to a chat that ends by itself.
+Without one, an answer goes on for as long as it may.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ LINE_END = "Ċ"
 MARKS = ("<think>", THINKING_END, "<tool_call>", "</tool_call>")
 CLOSING = ("}", "]", '"')
 HIDDEN, SCALE = 128, 4.0
-CLOSES, FOLLOWS = 8.0, 30.0
+CLOSES, FOLLOWS, NEVER = 8.0, 30.0, -8.0
 """By how much a logit is shifted; those of words have a standard deviation of one."""
 _UNUSED = tuple(f"Ġw{number}" for number in range(VOCABULARY - 16, VOCABULARY))
 _ASKED_FOR = ("3", "1", "2", "ĠQED", "ĠMark", "ĠJohn")
@@ -135,7 +137,9 @@ def _network(vocabulary: dict[str, int], script: Sequence[str]) -> Any:
     embedding[:, :known], head[:, :known] = 0.0, 0.0
     embedding[:, 0] = SCALE
     state = SCALE * (HIDDEN / (SCALE**2 + HIDDEN - known)) ** 0.5
-    head[[vocabulary[token] for token in CLOSING], 0] = CLOSES / state
+    unreadable = [token for token in vocabulary if len(token) == 1 and not token.isascii()]
+    for shift, tokens in ((CLOSES, CLOSING), (NEVER, unreadable)):
+        head[[vocabulary[token] for token in tokens], 0] = shift / state
     for direction, (before, token) in enumerate(pairwise((LINE_END, *script)), start=1):
         embedding[vocabulary[before], direction] = SCALE
         head[vocabulary[token], direction] = FOLLOWS / state
