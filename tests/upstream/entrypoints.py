@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     except NothingPassedError as error:
         print(f"No test for {error} passed on a single engine: see above.")
         return 2
-    return _report(version, found, ledger, whole=not given.words)
+    return report(version, found, ledger, whole=not given.words)
 
 
 def _compare(folder: Path, ledger: Ledger, words: str | None) -> Comparison:
@@ -227,7 +227,11 @@ def _run(folder: Path, chosen: Sequence[str], url: str, model: Path) -> dict[str
     return {test.removeprefix(f"{TESTS}/"): Outcome(*outcome) for test, outcome in raw.items()}
 
 
-def _report(version: str, found: Comparison, ledger: Ledger, *, whole: bool) -> int:
+def report(version: str, found: Comparison, ledger: Ledger, *, whole: bool) -> int:
+    """Print what differs; 1 when something does without a reason, or a reason explains nothing.
+
+    `whole`: all tests have run, so that each reason must explain something.
+    """
     proxied = {test: "passed" if outcome.result == "passed" else "failed" for test, outcome in found.proxied.items()}
     known = {test: why for test, why in ledger.differences.items() if whole or test in proxied}
     verdict = judge(proxied, known)
