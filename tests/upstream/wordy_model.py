@@ -34,8 +34,8 @@ HIDDEN, SCALE = 128, 4.0
 CLOSES, FOLLOWS, NEVER = 8.0, 30.0, -8.0
 """By how much a logit is shifted; those of words have a standard deviation of one."""
 _UNUSED = tuple(f"Ġw{number}" for number in range(VOCABULARY - 16, VOCABULARY))
-_ASKED_FOR = ("3", "1", "2", "ĠQED", "ĠMark", "ĠJohn")
-"""By tests that look for one of them in the answer."""
+_ASKED_FOR = ("3", "1", "2")
+"""The answer to 13 times 24, which some tests look for."""
 NO_SCRIPT: tuple[str, ...] = ()
 TALKING = (*_ASKED_FOR, *_UNUSED, END)
 THINKING = ("<think>", *_UNUSED[:8], THINKING_END, *_ASKED_FOR, *_UNUSED[8:], END)
@@ -80,7 +80,7 @@ def _tokenizer(folder: Path, text: str) -> dict[str, int]:
 
     words = (word for word, count in Counter(re.findall(WORD, text)).most_common(MOST_WORDS) if count > 1)
     known = [*SPECIAL, *MARKS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    known += dict.fromkeys([*_ASKED_FOR[3:], *(word.replace(" ", "Ġ") for word in words if len(word) > 1)])
+    known += [word.replace(" ", "Ġ") for word in words if len(word) > 1]
     known += [f"Ġw{number}" for number in range(len(known), VOCABULARY)]
     vocabulary = {token: index for index, token in enumerate(known)}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], ignore_merges=True))
