@@ -85,7 +85,7 @@ test-python: env ## the proxy's own tests with another Python (PYTHONS=PATH), su
 test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (five minutes)
 	$(RUN) -m tests.upstream
 
-test-differential: env ## the same answers as vLLM alone: odd values in every field, vLLM's own entrypoint tests (ten minutes)
+test-differential: env ## the same answers as vLLM alone: odd values in every field, vLLM's own entrypoint tests (15 minutes)
 	$(RUN) -m pytest -s -m "e2e" tests/e2e/test_differential.py
 	$(RUN) -m tests.upstream.entrypoints
 

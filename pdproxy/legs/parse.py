@@ -122,9 +122,9 @@ def scrub(body: Json) -> dict[str, object]:
     """A copy without what only nodes may set, wherever it hides.
 
     Raises:
-        ClientError: 400 for prompt embeddings: a ticket cannot be checked against them.
+        ClientError: 400 for prompt embeddings: a ticket cannot be checked against them. An empty list has none.
     """
-    if any(value_of(body.get(key)) is not None for key in EMBEDS):
+    if any(value_of(body.get(key)) not in (None, []) for key in EMBEDS):
         raise _bad("prompt_embeds", "`prompt_embeds` is not served here; send the prompt as text or token ids.")
     kept = {key: value for key, value in body.items() if key not in FORBIDDEN and not key.startswith("pdproxy_")}
     for carrier in CARRIERS:

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from pdproxy.errors import ClientError
@@ -156,9 +157,16 @@ def test_pdproxy_fields_of_a_client_are_removed() -> None:
     assert scrub({"model": "m", "pdproxy_release": "x", "pdproxy_resume": {"records": []}}) == {"model": "m"}
 
 
-def test_prompt_embeddings_are_refused() -> None:
+@pytest.mark.parametrize("embeddings", [b'"AAAA"', b'["AAAA"]', b'""', b'[""]', b"{}", b"0"])
+def test_prompt_embeddings_are_refused(embeddings: bytes) -> None:
     with pytest.raises(ClientError, match="prompt_embeds"):
-        scrub({"model": "m", "prompt_embeds": "AAAA"})
+        scrub({"model": "m", "prompt_embeds": msgspec.Raw(embeddings)})
+
+
+@pytest.mark.parametrize("none", [b"null", b"[]", b"[ ]"])
+def test_no_prompt_embeddings_are_left_to_the_node(none: bytes) -> None:
+    body: dict[str, object] = {"model": "m", "prompt": "Hello", "prompt_embeds": msgspec.Raw(none)}
+    assert scrub(body) == body
 
 
 @pytest.mark.parametrize("length", [LONGEST_MODEL + 1, 100_000])
