@@ -4,6 +4,8 @@ A hand-over id is what the proxy calls a prefill leg: with it the node can be as
 before, during and after the leg. It must be unguessable, and each leg gets a new one.
 """
 
+import msgspec
+
 from pdproxy.raw_json import value_of
 from pdproxy.request import Endpoint, Json
 
@@ -76,9 +78,9 @@ def release_body(model: str, hand_over_id: str) -> dict[str, object]:
     return {"model": model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"pdproxy_release": hand_over_id}}
 
 
-def decode_body(body: Json, ticket: Json | None) -> dict[str, object]:
+def decode_body(body: Json, ticket: msgspec.Raw | None) -> dict[str, object]:
     """What the client sent, with the ticket. Without one the decode node computes the prompt."""
-    return dict(body) if ticket is None else {**body, "kv_transfer_params": dict(ticket)}
+    return dict(body) if ticket is None else {**body, "kv_transfer_params": ticket}
 
 
 def with_usage(leg: Json) -> dict[str, object]:

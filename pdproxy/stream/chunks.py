@@ -50,8 +50,7 @@ def short_event_of(raw: bytes) -> Event:
     end = raw.find(b"]", begin)
     if begin < len(_PROMPT_IDS) or end - begin < LONG_DATA:
         return compact(event_of(raw))
-    ids = memoryview(raw)[begin:end]
-    if any(bytes(ids[at : at + LONG_DATA]).translate(None, b"0123456789,") for at in range(0, len(ids), LONG_DATA)):
+    if any(raw.find(mark, begin, end) >= 0 for mark in (b'"', b"[", b"{")):  # no list of numbers
         return event_of(raw)
     return event_of(raw[: begin - 1] + b"null" + raw[end + 1 :])._replace(raw=raw, shortened=True)
 

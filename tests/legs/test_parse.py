@@ -98,7 +98,7 @@ LEFT_ALONE = [
 @pytest.mark.parametrize("name", ["vendor", "seed", "temperature", "messages"])
 def test_what_is_not_replaced_leaves_as_it_came(name: str, value: bytes) -> None:
     body = scrub(parse(b'{ "model": "m",\n"%b": %b, "user":"u" }' % (name.encode(), value)))
-    leg = write_json(decode_body(body, {"ticket": 1}))
+    leg = write_json(decode_body(body, msgspec.Raw(b'{"ticket":1}')))
     assert leg == b'{"model":"m","%b":%b,"user":"u","kv_transfer_params":{"ticket":1}}' % (name.encode(), value)
 
 
