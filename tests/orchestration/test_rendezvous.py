@@ -10,6 +10,7 @@ import pytest
 from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Phase
 from pdproxy.orchestration.context import MOST_WAITING, SHUT_SECONDS, OrchestrationConfig
+from pdproxy.planning.plan import LEAST_LOADED
 from pdproxy.request import Endpoint
 from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -79,7 +80,7 @@ async def test_a_stream_that_begins_before_its_ticket_goes_out_in_turn() -> None
     """Of responses: events about itself come first, and would look as if the node had not waited."""
     cluster = FakeCluster(prefills=1, decodes=1)
     got = await cluster.ask(RESPONSES, body_for(RESPONSES, stream=True))
-    assert got.headers["x-pdproxy-route"] == "disaggregated"
+    assert got.route == "disaggregated"
     assert params(cluster.decodes[0])["do_remote_prefill"]
     assert (cluster.decodes[0].waiting.deliveries, cluster.fabric.pulled) == ([], 1)
     await cluster.settle()
@@ -90,7 +91,7 @@ async def test_the_decode_leg_waits_and_is_brought_its_ticket(endpoint: Endpoint
     cluster = FakeCluster(prefills=1, decodes=1)
     got = await cluster.ask(endpoint, body_for(endpoint, stream=stream))
     [decode], [prefill] = cluster.decodes, cluster.prefills
-    assert got.headers["x-pdproxy-route"] == "disaggregated"
+    assert got.route == "disaggregated"
     [(wait_id, ticket)] = decode.waiting.deliveries
     assert params(decode) == {"pdproxy_wait": {"id": wait_id, "seconds": 3600.0}}
     assert ticket is not None
@@ -153,7 +154,7 @@ async def test_without_a_prefill_node_the_decode_leg_that_waits_is_told_to_compu
     for node in cluster.prefills:
         node.fault = RESET
     check_right(got := await cluster.ask(CHAT, STREAM))
-    assert got.headers["x-pdproxy-route"] == "local"
+    assert got.route == "local"
     [(_, ticket)] = cluster.decodes[0].waiting.deliveries
     assert ticket is None
     assert (deliveries(cluster), len(cluster.decodes[0].legs())) == ({"none": 1}, 1)
@@ -239,7 +240,7 @@ async def test_no_other_decode_node_ends_the_prefill() -> None:
 
 @pytest.mark.parametrize("failing", [Role.PREFILL, Role.DECODE])
 async def test_another_cohort_takes_over_both_legs(failing: Role) -> None:
-    cluster = FakeCluster()
+    cluster = FakeCluster(config=OrchestrationConfig(routing_policy=LEAST_LOADED))
     for node, role, cohort in zip(cluster.nodes, "ppdd", "abab", strict=True):
         role_of = Role.PREFILL if role == "p" else Role.DECODE
         cluster.pool.admit(Node(node.name, node.url, role_of, MODEL, cohort=cohort, can_wait=True))
@@ -319,7 +320,7 @@ async def test_a_delivery_that_there_is_no_ticket_can_fail_too(name: str, retrie
     cluster.prefills[0].fault = RESET
     cluster.decodes[0].delivery_fault = DELIVERY[name][0]
     check_right(got := await cluster.ask(CHAT, STREAM))
-    assert got.headers["x-pdproxy-route"] == "local"
+    assert got.route == "local"
     assert [len(node.legs()) for node in cluster.decodes] == [2, 0]
     assert "kv_transfer_params" not in cluster.decodes[0].legs()[-1].body
     await cluster.settle()
@@ -353,7 +354,7 @@ async def test_an_answer_that_did_not_wait_for_its_ticket_is_good(body: dict[str
     await slow_prefill(cluster)
     cluster.decodes[0].waiting.most = 0
     got = await cluster.ask(CHAT, body)
-    assert (got.status, got.headers["x-pdproxy-route"]) == (200, "local")
+    assert (got.status, got.route) == (200, "local")
     assert cluster.prefills[0].cut == 1
     await cluster.settle()
     assert (len(cluster.fabric.released), deliveries(cluster)) == (1, {"unneeded": 1})
