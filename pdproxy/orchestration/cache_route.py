@@ -27,6 +27,10 @@ class CacheRoute:
         plan: the last one.
     """
 
+    __slots__ = (
+        "_asked", "_began", "_context", "_counted", "_estimated", "_prefix", "_rates", "_sub_request", "_timeline", "plan",
+    )  # fmt: skip
+
     def __init__(
         self, context: OrchestrationContext, sub_request: SubRequest, timeline: Timeline, estimated_tokens: int
     ) -> None:

@@ -1,4 +1,4 @@
-"""The policy `hybrid` through the whole proxy, in front of fake nodes on loopback: that everything is wired up."""
+"""The policy `cache` through the whole proxy, in front of fake nodes on loopback: that everything is wired up."""
 
 import logging
 from typing import Any

@@ -19,10 +19,11 @@ from pdproxy.nodes.node import NO_FOOTPRINT, Footprint, Node, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad, Slot
 from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme
+from pdproxy.planning.cache_aware import ITL_BUDGET
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, GroupKind
 from pdproxy.planning.plan import PlanPolicy, plan
 from pdproxy.planning.plan_types import Decision, Plan, PlanInput
-from pdproxy.planning.policies import ITL_BUDGET, policy_named
+from pdproxy.planning.policies import policy_named
 from pdproxy.planning.prefix import HitSource, Place, PromptHits
 from pdproxy.planning.prefix_index import PrefixIndex
 from pdproxy.planning.rates import Rates, Work

@@ -1,4 +1,4 @@
-"""The policies `least-loaded` and `hybrid` before the same nodes, in turns, and what conversations cost with each."""
+"""The policies `least-loaded` and `cache` before the same nodes, in turns, and what conversations cost with each."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ async def compare(proxies: Mapping[Routing, Proxy], seed: int, load: Load) -> As
 
 
 def ratios(asked: Asked) -> tuple[float, float]:
-    """Remote turns and mean time to first token of `hybrid`, of those of `least-loaded`."""
+    """Remote turns and mean time to first token of `cache`, of those of `least-loaded`."""
     by_load, by_cache = asked[Routing.LEAST_LOADED], asked[Routing.CACHE]
     return remote_share(by_cache) / remote_share(by_load), mean_first_token(by_cache) / mean_first_token(by_load)
 

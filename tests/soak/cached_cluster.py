@@ -79,7 +79,7 @@ class CachedCluster(LoopbackCluster):
         return CountingMetrics(self)
 
     def make_context(self, config: OrchestrationConfig) -> OrchestrationContext:
-        """With all that `app.build` makes for the policy `hybrid`."""
+        """With all that `app.build` makes for the policy `cache`."""
         metrics = self.metrics
         self.caches = PlaceCaches(self.clock, metrics.events)
         token_ids = TokenIds(self.transport, self.clock, metrics.events, TOKEN_IDS_SECONDS)

@@ -1,4 +1,4 @@
-"""Six-turn conversations on real nodes: the policy `hybrid` against `least-loaded`, in turns before the same nodes.
+"""Six-turn conversations on real nodes: the policy `cache` against `least-loaded`, in turns before the same nodes.
 
 A turn is *remote* where a prefill node computes it. The short form runs on the shared nodes and looks at remote turns
 and answers alone. The long forms print tables: of one decode node, of two, and of two of which one is killed.
