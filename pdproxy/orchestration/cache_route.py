@@ -28,7 +28,8 @@ class CacheRoute:
     """
 
     __slots__ = (
-        "_asked", "_began", "_context", "_counted", "_estimated", "_prefix", "_rates", "_sub_request", "_timeline", "plan",
+        "_asked", "_began", "_context", "_counted", "_estimated", "_prefix", "_rates", "_sub_request", "_timeline",
+        "plan",
     )  # fmt: skip
 
     def __init__(

@@ -10,8 +10,8 @@ from tests.bench.sweep import ROOMY, held, resident
 
 STREAMS = 800
 MOST = 31.0
-"""KB of the resident set for each stream. It is 29; the goal is 30 with 10,000 of them. Plans by what is cached hold 1.6 KB
-more for each prompt that runs, and their index, which is bounded: neither is a part of this."""
+"""KB of the resident set for each stream. It is 29; the goal is 30 with 10,000 of them. Plans by what is cached hold
+1.6 KB more for each prompt that runs, and their index, which is bounded: neither is a part of this."""
 
 
 @pytest.mark.timeout(180)
