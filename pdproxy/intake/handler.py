@@ -55,10 +55,10 @@ from pdproxy.planning.shares import NO_LIMITS
 from pdproxy.raw_json import Steps, at_once
 from pdproxy.request import ClientRequest, Endpoint, Headers, HeldBody, Json, header, media_type, write_json
 from pdproxy.response import EXCHANGE_EXTENSION, ProxyResponse
-from pdproxy.settings.types import BY_CACHE, Credential, Routing
+from pdproxy.settings.types import Credential, Routing
 
 _LOG = logging.getLogger("pdproxy.intake")
-_BY_SESSION = BY_CACHE | {Routing.SESSION}
+_BY_SESSION = frozenset({Routing.CACHE, Routing.SESSION})
 NOT_TAKEN = (ClientError, ClientGone, asyncio.CancelledError)
 """What ends a request before the orchestrator has it; from then on the orchestrator logs its end."""
 
@@ -81,7 +81,7 @@ class HandlerConfig:
     request_seconds: float
     credential: Credential
     own: Secret
-    routing: Routing = Routing.LEAST_LOADED
+    routing: Routing = Routing.CACHE
     sse_keep_alive: float = 0.0
 
 

@@ -15,8 +15,9 @@ from pdproxy.orchestration.client_errors import deadline_error
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.orchestration.prefix_source import PrefixSource
 from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
+from pdproxy.planning.cache_aware import CacheAware
 from pdproxy.planning.demand import Decoded, Prefilled
-from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, RoutingPolicy
+from pdproxy.planning.plan import PlanPolicy, RoutingPolicy
 from pdproxy.planning.rates import Rates
 from pdproxy.planning.shares import LimitsByKey
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
@@ -55,7 +56,7 @@ class OrchestrationConfig:
     retries: int = 2
     migrations: int = 3
     local_below_tokens: int = 0
-    routing_policy: RoutingPolicy = LEAST_LOADED
+    routing_policy: RoutingPolicy = dataclasses.field(default_factory=CacheAware)
     fan_out: int = 64
     ticket_life: float = 30.0
     queue: QueueLimits = dataclasses.field(default_factory=QueueLimits)
@@ -63,7 +64,7 @@ class OrchestrationConfig:
 
     def plan_policy(self) -> PlanPolicy:
         """What planning needs to know of it."""
-        return PlanPolicy(self.on_prefill_failure, self.on_no_decode, self.local_below_tokens, self.routing_policy)
+        return PlanPolicy(self.routing_policy, self.on_prefill_failure, self.on_no_decode, self.local_below_tokens)
 
     def prefill_timeouts(self, remaining_seconds: float) -> Timeouts:
         """For a prefill leg of a request that has so many seconds left."""
@@ -108,9 +109,9 @@ class OrchestrationContext:
         new_hand_over_id: must return unguessable ids.
         tie_breaker: counts plans, so that equally loaded nodes take turns.
         queue: of all prompts; there is one for each pool.
-        rates: how fast nodes are; None where the policy does not go by costs.
+        rates: how fast nodes are; learned, and asked, by `CacheAware` alone.
         work: what nodes did lately, for whoever counts them; on the way of a request it is only written down.
-        prefix_source: what nodes have cached; None where nobody knows, or the policy does not ask.
+        prefix_source: what nodes have cached; None where the policy does not ask.
         key_limits: what each API key may have.
         tracer: makes the spans of legs; None without tracing.
     """
@@ -123,7 +124,7 @@ class OrchestrationContext:
     in_flight: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
     new_hand_over_id: Callable[[], str] = new_hand_over_id
     tie_breaker: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    rates: Rates | None = None
+    rates: Rates = dataclasses.field(default_factory=Rates)
     prefix_source: PrefixSource | None = None
     work: collections.deque[Prefilled | Decoded] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=65536)

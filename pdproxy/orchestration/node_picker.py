@@ -18,6 +18,7 @@ from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
 from pdproxy.orchestration.in_flight import LegFailure, Timeline
 from pdproxy.orchestration.request_queue import Asked
 from pdproxy.orchestration.resources import Admission, HandOver
+from pdproxy.planning.cache_aware import CacheAware
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.planning.shares import Standing
@@ -175,8 +176,8 @@ class NodePicker:
         answer = context.in_flight.output_lengths.expected(sub_request.request.model, longest)
         self._footprint = Footprint(choices * (tokens + answer), choices)
         self.admission = Admission(context.queue, context.clock, Asked.of(sub_request, tokens, choices * answer))
-        rates = context.rates
-        self._cache_route = None if rates is None else CacheRoute(context, rates, sub_request, timeline, tokens)
+        by_cache = isinstance(context.config.routing_policy, CacheAware)
+        self._cache_route = CacheRoute(context, sub_request, timeline, tokens) if by_cache else None
 
     async def look_up(self) -> None:
         """Ask what nodes have cached, where the policy goes by that; before the first plan."""

@@ -7,6 +7,7 @@ together by the validators here.
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from pdproxy.settings import types
@@ -219,8 +220,8 @@ class Policy(Section):
     """What follows a failed prefill leg."""
     on_no_decode: types.OnNoDecode = types.OnNoDecode.FAIL
     """What follows where no decode node is left: with `prefill`, prefill nodes serve whole requests."""
-    routing: types.Routing = types.Routing.LEAST_LOADED
-    """How one of several nodes is chosen; `prefix` and `hybrid` go by what each of them has cached."""
+    routing: types.Routing = types.Routing.CACHE
+    """How one of several nodes is chosen; `cache` goes by what each of them has cached and has to compute."""
     retries: types.Count = Field(default=2, ge=0, le=10)
     """Further nodes tried for one leg."""
     migrations: types.Count = Field(default=3, ge=0, le=100)
@@ -230,14 +231,22 @@ class Policy(Section):
     local_below_tokens: types.Tokens = Field(default=0, ge=0)
     """Prompts surely shorter are computed on the decode node; 0 is never."""
     itl_budget: types.Seconds = Field(default=0.1, ge=0, le=10)
-    """For `hybrid`: how long a prompt that a decode node resumes by itself may hold up its streams; 0 is never."""
+    """With `cache`: how long a prompt that a decode node resumes by itself may hold up its streams; 0 is never."""
+
+    @field_validator("routing", mode="before")
+    @classmethod
+    def _former_routing(cls, value: object) -> object:
+        instead = types.FORMER_ROUTING.get(value.strip().lower()) if isinstance(value, str) else None
+        if instead is not None:
+            raise PydanticCustomError(types.FORMER, "there is no such policy any more. Write " + instead)
+        return value
 
 
 class Events(Section):
     """KV events: nodes tell what they have cached."""
 
     read: types.ReadEvents = types.ReadEvents.AUTO
-    """Whether they are read; `auto`: where `policy.routing` is prefix or hybrid, and nodes publish them."""
+    """Whether they are read; `auto`: where `policy.routing` is `cache`, and nodes publish them."""
     token_ids_seconds: types.Seconds = Field(default=0.05, gt=0, le=60)
     """For a node to tell a prompt's token ids where the plan waits for them; later, the request goes on without."""
 

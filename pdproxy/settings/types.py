@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -58,27 +60,27 @@ class OnNoDecode(OneOf):
 class Routing(OneOf):
     """How one is chosen among several nodes."""
 
-    LEAST_LOADED = "least-loaded"
-    """The one with the fewest legs for its weight."""
-    ROUND_ROBIN = "round-robin"
-    """Each in its turn."""
+    CACHE = "cache"
+    """The one that costs least, by what it can resume from; or the decode node alone, where that costs less."""
     SESSION = "session"
     """The one that the session's key belongs to, while it has room."""
-    PREFIX = "prefix"
-    """The one that costs least, by its attention cache alone."""
-    HYBRID = "hybrid"
-    """The one that costs least, by what it can resume from; or the decode node alone, where that costs less."""
+    LEAST_LOADED = "least-loaded"
+    """The one with the fewest legs for its weight."""
 
 
-BY_CACHE = frozenset({Routing.PREFIX, Routing.HYBRID})
-"""Policies that ask what nodes have cached, and learn how fast they are."""
+FORMER_ROUTING: Mapping[str, Routing] = MappingProxyType(
+    {"hybrid": Routing.CACHE, "prefix": Routing.CACHE, "round-robin": Routing.LEAST_LOADED}
+)
+"""Policies of earlier releases, and what to write instead."""
+FORMER = "former"
+"""The type of a validation error for a value of an earlier release; the message says what to write instead."""
 
 
 class ReadEvents(OneOf):
     """Whether nodes' KV events are read."""
 
     AUTO = "auto"
-    """Where the policy goes by what nodes have cached."""
+    """Where the policy is `cache`."""
     ON = "on"
     OFF = "off"
 

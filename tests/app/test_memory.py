@@ -136,7 +136,7 @@ async def running(*settings: str, seconds: float = 0.0, status: int = 200, nodes
             await stack.enter_async_context(
                 process("tests.fakes.swallowing_node", f"{port}", f"{seconds}", f"{status}")
             )
-        started = await stack.enter_async_context(process("pdproxy", *words, "--policy-routing", "hybrid", *settings))
+        started = await stack.enter_async_context(process("pdproxy", *words, *settings))
         proxy = Proxy(started.pid, clients)
         small = chat(b'[{"role":"user","content":"hello"}]')
         async with asyncio.timeout(SOON):

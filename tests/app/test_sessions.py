@@ -178,7 +178,7 @@ async def test_requests_without_a_key_take_turns() -> None:
 
 
 async def test_by_what_is_cached_the_session_decides_where_nothing_else_does() -> None:
-    settings, met = Settings(policy=Policy(routing=Routing.HYBRID), health=QUICK), set[Nodes]()
+    settings, met = Settings(health=QUICK), set[Nodes]()
     for session in SESSIONS[:3]:
         async with fleet(settings) as made:
             met.add(await made.turn(session))
@@ -212,8 +212,8 @@ async def test_the_log_says_how_a_session_was_routed_and_never_its_key(caplog: p
     assert SESSIONS[0] not in logged + exported
 
 
-async def test_by_default_a_session_is_not_looked_at() -> None:
-    async with fleet(Settings(health=QUICK)) as made:
+async def test_by_load_a_session_is_not_looked_at() -> None:
+    async with fleet(Settings(policy=Policy(routing=Routing.LEAST_LOADED), health=QUICK)) as made:
         met = [await made.turn(SESSIONS[0]) for _ in range(TURNS)]
         assert len({prefill for prefill, _ in met}) == 3
         assert await made.routed(Role.PREFILL, "own") == await made.routed(Role.PREFILL, "none") == 0

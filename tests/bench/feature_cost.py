@@ -23,7 +23,7 @@ from tests.bench.script import KEY, Line
 from tests.fakes.otlp_collector import otlp_collector
 
 REQUESTS = 100
-OFF = ("--policy-migrations", "0", "--log-level", "warning")
+OFF = ("--policy-migrations", "0", "--policy-routing", "least-loaded", "--log-level", "warning")
 LIMITS = "weight=2 concurrency=100000 requests_per_minute=1M input_tokens_per_minute=999M output_tokens_per_minute=999M"
 
 
@@ -41,7 +41,7 @@ def features(keys: Path, collector: str) -> list[Feature]:
         Feature("streams that can go on by a journal", (*OFF, "--policy-migrations", "3")),
         Feature("accounts and limits of API keys", (*OFF, "--keys-file", str(keys))),
         Feature("traces", (*OFF, "--otel-export", "otlp", "--otel-endpoint", collector)),
-        Feature("plans by what is cached (hybrid)", (*OFF, "--policy-routing", "hybrid", "--policy-itl-budget", "0")),
+        Feature("plans by what is cached", (*OFF, "--policy-routing", "cache")),
     ]
 
 

@@ -20,6 +20,7 @@ BENCH_VENV = RUNS / "bench-venv"
 SMG_VENV = RUNS / "smg-venv"
 SMG = "smg==1.13.0"
 KEYS = RUNS / "bench" / "keys"
+LEAST_LOADED = ("--policy-routing", "least-loaded")
 
 
 class Ports(NamedTuple):
@@ -52,20 +53,19 @@ def pdproxy(name: str, python: Path, *flags: str) -> Peer:
 def variants(python: Path, suffix: str = "") -> list[Peer]:
     """pdproxy as it is compared with others: without what they have not, as it comes, and with everything.
 
-    Everything: records of streams to go on from, plans by what is cached, accounting by keys, tracing.
+    As it comes: records of streams to go on from, plans by what is cached. Everything: accounting by keys and tracing,
+    too.
     """
     KEYS.parent.mkdir(parents=True, exist_ok=True)
     KEYS.write_text(f"{KEY} bench\n", encoding="utf-8")
-    # The mock nodes refuse a prompt without a ticket: no decode node may compute one.
-    plans = ["--policy-routing", "hybrid", "--policy-itl-budget", "0"]
     counts = ["--keys-file", str(KEYS), "--otel-export", "otlp"]
 
     def everything(ports: Ports) -> list[str]:
         collector = ["--otel-endpoint", f"http://127.0.0.1:{ports.prefill}{TRACES_PATH}"]
-        return [*pdproxy("", python, *plans, *counts).command(ports), *collector]
+        return [*pdproxy("", python, *counts).command(ports), *collector]
 
     return [
-        pdproxy(f"pdproxy{suffix}, migration off", python, "--policy-migrations", "0"),
+        pdproxy(f"pdproxy{suffix}, migration off", python, "--policy-migrations", "0", *LEAST_LOADED),
         pdproxy(f"pdproxy{suffix}, as it comes", python),
         Peer(f"pdproxy{suffix}, everything on", everything),
     ]
@@ -75,7 +75,8 @@ def _pdproxy(ports: Ports, python: Path = VENV / "bin" / "python") -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", f"{ports.clients}", "--admin-port", f"{ports.operators}"]
     patience = ["--deadlines-connect", "60", "--health-timeout", "60"]  # a starved machine is no node that failed
     simple = ["--health-first-hand-over", "warm_up"]  # the nodes here know no log-probabilities
-    return [str(python), "-m", "pdproxy", "serve", *_nodes(ports), *listen, *patience, *simple]
+    never_alone = ["--policy-itl-budget", "0"]  # and refuse a prompt without a ticket: no decode node may compute one
+    return [str(python), "-m", "pdproxy", "serve", *_nodes(ports), *listen, *patience, *simple, *never_alone]
 
 
 def _vllm_router(ports: Ports) -> list[str]:

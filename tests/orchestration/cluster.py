@@ -39,6 +39,11 @@ class Got:
     def json(self) -> Any:
         return json.loads(self.body)
 
+    @property
+    def route(self) -> str:
+        """`disaggregated` or `local`, without the reason of the plan."""
+        return self.headers["x-pdproxy-route"].split(";")[0]
+
 
 class FakeCluster:
     """Prefill nodes p0…, decode nodes d0…, all up.

@@ -16,7 +16,7 @@ async def test_a_whole_answer_is_the_decode_nodes(endpoint: Endpoint) -> None:
     cluster = FakeCluster()
     got = await cluster.ask(endpoint, body_for(endpoint, stream=False))
     assert (got.status, text_of(endpoint, got.json())) == (200, right(endpoint))
-    assert got.headers["x-pdproxy-route"] == "disaggregated"
+    assert got.route == "disaggregated"
     assert got.headers["content-type"] == "application/json"
     assert got.json()["kv_transfer_params"] is None
     assert cluster.fabric.pulled == 1

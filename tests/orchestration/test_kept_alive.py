@@ -13,6 +13,7 @@ from pdproxy.observe.labels import Proof
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.known_answer import KnownAnswer
+from pdproxy.planning.plan import LEAST_LOADED
 from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from pdproxy.transport.port import HttpRequest, Timeouts, read_to_end
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -169,11 +170,11 @@ LEGS: dict[str, tuple[str, Ask]] = {
 
 async def test_a_stream_is_resumed_by_a_leg_that_is_sent_again() -> None:
     losing = Losing()
-    config = OrchestrationConfig(retries=0, migrations=1)
+    config = OrchestrationConfig(retries=0, migrations=1, routing_policy=LEAST_LOADED)
     async with loopback_cluster(1, 2, config, journaling=2, node=losing) as cluster:
         cluster.fabric.copies_allowed = True
         for _ in range(2):
-            await chat(cluster, stream=True)  # one connection to each node
+            await chat(cluster, stream=True)  # by turns: one connection to each node
         losing.armed = "resume"
         for node in cluster.nodes[1:]:
             node.node.fault = InjectedFault(FaultKind.RESET, at=3, times=1)

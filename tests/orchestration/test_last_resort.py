@@ -45,7 +45,7 @@ async def test_a_prefill_node_serves_the_whole_request(body: dict[str, Any]) -> 
     cluster = cluster_of()
     cluster.pool.remove("d0")
     got = await cluster.ask(CHAT, body)
-    assert (got.status, got.headers["x-pdproxy-route"]) == (200, "local")
+    assert (got.status, got.route) == (200, "local")
     assert text_of(got) == right(CHAT)
     assert cluster.count("pdproxy_local_total", reason="no_decode") == 1
     assert sum(len(served_whole(node)) for node in cluster.prefills) == 1

@@ -103,6 +103,6 @@ async def test_a_surely_short_prompt_is_computed_by_one_node() -> None:
     cluster = FakeCluster(config=OrchestrationConfig(local_below_tokens=10))
     short = await cluster.ask(Endpoint.COMPLETIONS, {"prompt": [4, 5, 6], "max_tokens": 2})
     long = await cluster.ask(Endpoint.COMPLETIONS, {"prompt": list(range(20)), "max_tokens": 2})
-    assert short.headers["x-pdproxy-route"] == "local"
-    assert long.headers["x-pdproxy-route"] == "disaggregated"
+    assert short.route == "local"
+    assert long.route == "disaggregated"
     assert cluster.count("pdproxy_local_total", reason="short_prompt") == 1

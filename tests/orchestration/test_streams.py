@@ -268,7 +268,7 @@ async def test_whether_streams_could_be_continued_is_counted(
 async def test_what_cannot_be_disaggregated_is_computed_by_one_node() -> None:
     cluster = FakeCluster()
     got = await cluster.ask(COMPLETIONS, body_for(COMPLETIONS, stream=False, prompt_logprobs=1))
-    assert (got.status, got.headers["x-pdproxy-route"]) == (200, "local")
+    assert (got.status, got.route) == (200, "local")
     assert cluster.count("pdproxy_local_total", reason="prompt_logprobs") == 1
     assert [node.legs() for node in cluster.prefills] == [[], []]
 
@@ -311,7 +311,7 @@ async def test_the_only_reachable_node_is_found(role: str) -> None:
         node.fault = InjectedFault(FaultKind.REFUSE)
     got = await cluster.ask(CHAT, body_for(CHAT, stream=True))
     assert read_answer(CHAT, got.body).texts[0] == right(CHAT)
-    assert got.headers["x-pdproxy-route"] == "disaggregated"
+    assert got.route == "disaggregated"
     assert sum(len(node.legs()) for node in cluster.prefills) == 1
     await cluster.settle()
 

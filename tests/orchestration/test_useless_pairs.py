@@ -50,9 +50,7 @@ async def ask(cluster: FakeCluster, times: int, *, stream: bool, **more: Any) ->
     routes = []
     for number in range(times):
         body = body_for(CHAT, stream=stream, messages=[{"role": "user", "content": f"{WORDS} {number}"}], **more)
-        routes.append(
-            (await cluster.ask(CHAT, body, name=f"r-{number}-{cluster.clock.now()}")).headers["x-pdproxy-route"]
-        )
+        routes.append((await cluster.ask(CHAT, body, name=f"r-{number}-{cluster.clock.now()}")).route)
     return routes
 
 

@@ -1,4 +1,4 @@
-"""Six-turn conversations on real nodes: the policy `hybrid` against `least-loaded`, in turns before the same nodes.
+"""Six-turn conversations on real nodes: the policy `cache` against `least-loaded`, in turns before the same nodes.
 
 A turn is *remote* where a prefill node computes it. The short form runs on the shared nodes and looks at remote turns
 and answers alone. The long forms print tables: of one decode node, of two, and of two of which one is killed.
@@ -98,7 +98,7 @@ async def test_later_turns_are_not_handed_over(pair: Pair, shared: dict[Routing,
     asked = await compare(shared, seed, load)
     tell(str(load), asked)
     require_right(asked, pair.prefill)
-    require_planned_hits(shared[Routing.HYBRID])
+    require_planned_hits(shared[Routing.CACHE])
     assert ratios(asked)[0] <= REMOTE_AT_MOST
 
 
@@ -114,7 +114,7 @@ class TestManyConversations:
         asked = await compare(one_decode, seed, load)
         tell(f"1 decode node, {load}", asked)
         require_right(asked, trio.prefill)
-        require_planned_hits(one_decode[Routing.HYBRID])
+        require_planned_hits(one_decode[Routing.CACHE])
         remote, first_token = ratios(asked)
         assert remote <= REMOTE_AT_MOST
         assert first_token <= FIRST_TOKEN_AT_MOST
@@ -124,7 +124,7 @@ class TestManyConversations:
         load = Load(1500, at_once, 24 // at_once)
         asked = await compare(two_decodes, 700_000 + 1000 * at_once, load)
         tell(f"2 decode nodes, {load}", asked)
-        nodes = decode_nodes(two_decodes[Routing.HYBRID], asked[Routing.HYBRID])
+        nodes = decode_nodes(two_decodes[Routing.CACHE], asked[Routing.CACHE])
         stayed, moved = stays(nodes)
         print(
             f"2 decode nodes, {at_once} at once: turns {dict(Counter(nodes.values()))}, stayed {stayed}, moved {moved}"
@@ -137,7 +137,7 @@ class TestManyConversations:
         assert len(set(nodes.values())) == 2
 
     async def test_conversations_outlive_their_decode_node(self, trio: Trio, two_decodes: dict[Routing, Proxy]) -> None:
-        proxy = two_decodes[Routing.HYBRID]
+        proxy = two_decodes[Routing.CACHE]
         talks = {f"outlive-{seed}": quiz(seed, 1500) for seed in range(800_000, 800_012)}
         turns = await hold_all(proxy, talks, TURNS[:3], 4, Way.CHAT_STREAM)
         going_on = asyncio.create_task(hold_all(proxy, talks, TURNS[3:], 4, Way.CHAT_STREAM))
