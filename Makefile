@@ -33,14 +33,14 @@ lint: env ## format, style, types, import contracts
 
 # What measures how long others wait, or what something costs, or works whole processes hard, needs cores of its own: it
 # runs with the soak, one after another.
-MEASURED := tests/app/test_memory.py tests/bench/test_blocked.py tests/bench/test_stalls.py tests/bench/test_sweep.py \
+MEASURED := tests/app/test_held_bodies.py tests/app/test_memory.py tests/bench/test_blocked.py tests/bench/test_stalls.py tests/bench/test_sweep.py \
 	tests/connector/test_low_cpu_agent.py tests/connector/test_side_channel_attacks.py tests/legs/test_blocked.py \
-	tests/orchestration/test_flood.py tests/planning/test_plan_cost.py tests/workers/test_processes.py
+	tests/orchestration/test_flood.py tests/planning/test_plan_cost.py
 # What imports vLLM runs apart: loading it takes eight seconds of CPU. Of the connector's tests those that need no vLLM
 # are in the other half; a new file is taken to need it.
 NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters checkpoint config counters fingerprint \
 	hand_overs journal lease_reads leases liveness message_signatures metadata_requests model_settings notifs peer_engines peers \
-	prompt_digest resolver resume_order side_channel ticket transfer_params verifier waiting_requests zmtp))
+	prompt_digest resolver resume_order side_channel ticket transfer_params verifier zmtp))
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM) $(MEASURED),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
 	tests/seeds tests/upstream tests/events/test_vllm_publisher.py
 # Neither the proxy nor the connector: who works on those two need not wait for it.
@@ -66,7 +66,7 @@ unit-connector:
 tooling: env ## tests of chart, compose, images, launcher, bench (half a minute)
 	@$(UNIT) $(WORKERS) 3 $(addprefix --ignore=,$(MEASURED)) $(TOOLING)
 
-soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; attacks, workers, what an operator sees (three minutes; 15 in test-long)
+soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; attacks, what an operator sees (three minutes; 15 in test-long)
 	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch $(MEASURED)
 
 # Those outside tests/e2e are found by their mark: to list all others too takes eight seconds.
@@ -85,7 +85,7 @@ test-python: env ## the proxy's own tests with another Python (PYTHONS=PATH), su
 test-upstream: env ## vLLM's own connector tests with our classes in the place of vLLM's (five minutes)
 	$(RUN) -m tests.upstream
 
-test-differential: env ## the same answers as vLLM alone: odd values in every field, vLLM's own entrypoint tests (ten minutes)
+test-differential: env ## the same answers as vLLM alone: odd values in every field, vLLM's own entrypoint tests (15 minutes)
 	$(RUN) -m pytest -s -m "e2e" tests/e2e/test_differential.py
 	$(RUN) -m tests.upstream.entrypoints
 

@@ -8,11 +8,10 @@ Both are raised only while a node starts: nothing that arrives in a request rais
 
 Settings are read once in each process, from `kv_connector_extra_config`: `pdproxy_key_file`, `pdproxy_allowed_hosts`,
 `pdproxy_read_deadline`, `pdproxy_probe_timeout`, `pdproxy_verify_timeout`, `pdproxy_progress_delay`,
-`pdproxy_side_channel_connections`, `pdproxy_waiting_requests`, `pdproxy_longest_ticket_wait`,
-`pdproxy_weights_label`, `pdproxy_allow_untested_vllm`, and vLLM's `kv_lease_duration`. vLLM logs that extra
-config, so ticket keys never stand in it: they come from a file (one key per line, `#` starts a comment) or from the
-environment variable `PDPROXY_TICKET_KEYS` (separated by commas). The first key signs, all verify. A running node takes
-new ones from the file (`ticket_keys`).
+`pdproxy_side_channel_connections`, `pdproxy_weights_label`, `pdproxy_allow_untested_vllm`, and vLLM's
+`kv_lease_duration`. vLLM logs that extra config, so ticket keys never stand in it: they come from a file (one key per
+line, `#` starts a comment) or from the environment variable `PDPROXY_TICKET_KEYS` (separated by commas). The first key
+signs, all verify. A running node takes new ones from the file (`ticket_keys`).
 """
 
 import hashlib
@@ -69,7 +68,6 @@ class ConnectorConfig:
     `side_channel_connections`: how many a prefill node keeps open in all; of one peer, half as many.
     `progress_delay`: of NIXL's progress thread; 0 lets it spin, None chooses by the node's device.
     `weights_label`: the operator's word for the weights, which goes into the fingerprint.
-    `waiting_requests`: how many may wait for their ticket at once; `longest_ticket_wait`: each of them.
     """
 
     role: Role
@@ -81,8 +79,6 @@ class ConnectorConfig:
     progress_delay: float | None = None
     lease_duration: float = 30.0
     side_channel_connections: int = 2048
-    waiting_requests: int = 1024
-    longest_ticket_wait: float = 3600.0
     key_file: str | None = None
     weights_label: str = ""
 
@@ -116,8 +112,6 @@ class ConnectorConfig:
             progress_delay=_delay(extra.get("pdproxy_progress_delay")),
             lease_duration=_seconds(extra, "kv_lease_duration", 30.0),
             side_channel_connections=_integer(extra, "pdproxy_side_channel_connections", 2048, range(16, 65537)),
-            waiting_requests=_integer(extra, "pdproxy_waiting_requests", 1024, range(65537)),
-            longest_ticket_wait=_seconds(extra, "pdproxy_longest_ticket_wait", 3600.0),
             weights_label=str(extra.get("pdproxy_weights_label", "")),
         )
 
@@ -135,8 +129,6 @@ def from_vllm(kv_transfer_config: Any, environ: Mapping[str, str]) -> ConnectorC
         "pdproxy_verify_timeout",
         "pdproxy_progress_delay",
         "pdproxy_side_channel_connections",
-        "pdproxy_waiting_requests",
-        "pdproxy_longest_ticket_wait",
         "pdproxy_weights_label",
     )
     extra = {name: value for name in names if (value := get(name, None)) is not None}
@@ -228,9 +220,9 @@ PLUGINS = "VLLM_PLUGINS"
 ENDPOINT_PLUGIN = "pdproxy_endpoints"
 
 
-def takes_deliveries(environ: Mapping[str, str]) -> bool:
-    """Whether this process's API server has our route (`endpoints`). vLLM loads a plugin that adds routes only if it is
-    installed, and named in `VLLM_PLUGINS`."""
+def has_endpoints(environ: Mapping[str, str]) -> bool:
+    """Whether this process's API server has our routes (`endpoints`). vLLM loads a plugin that adds routes only if it
+    is installed, and named in `VLLM_PLUGINS`."""
     named = ENDPOINT_PLUGIN in environ.get(PLUGINS, "").split(",")
     return named and bool(entry_points(group="vllm.endpoint_plugins", name=ENDPOINT_PLUGIN))
 

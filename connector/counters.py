@@ -14,10 +14,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from connector.leases import LeaseEnd
-from connector.messages import QuestionRefusal, TicketSend
+from connector.messages import QuestionRefusal
 from connector.tcp_server import CloseReason
 from connector.ticket_fields import RefusalReason
-from connector.transfer_params import DeliveryWay
 
 if TYPE_CHECKING:
     from connector.kv_groups import Capacity, Group
@@ -57,21 +56,6 @@ class ProbeOutcome(StrEnum):
     FAILED = "failed"
 
 
-class WaitEnd(StrEnum):
-    """How a request's wait for its ticket ended. In all but the first the request computes by itself, or is over."""
-
-    TICKET = "ticket"
-    NO_TICKET = "no_ticket"
-    """The proxy said that there is none."""
-    DEADLINE = "deadline"
-    REFUSED = "refused"
-    """A ticket came and does not fit the request; `refused` counts the reason."""
-    TOO_MANY = "too_many"
-    UNNEEDED = "unneeded"
-    """Another connector on this node had as much."""
-    GONE = "gone"
-
-
 class KeyChange(StrEnum):
     """What came of a look into the file of ticket keys that did not find the same ones."""
 
@@ -101,9 +85,6 @@ COUNTERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "unused_tickets": {},
     "barred_tickets": {"reason": PATH_FAILURES},
     "path_probes": {"outcome": tuple(ProbeOutcome)},
-    "ticket_waits": {"outcome": tuple(WaitEnd)},
-    "ticket_deliveries": {"way": tuple(DeliveryWay), "effect": ("first", "none")},
-    "tickets_sent": {"outcome": tuple(TicketSend)},
     "tickets_returned": {"outcome": ("sent", "not_held", "unreachable")},
     "resumed_requests": {},
     "resumed_tokens": {},
@@ -120,7 +101,6 @@ not see the first event of a series that begins with it."""
 HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
     "verify_seconds": (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5),
     "lease_age_seconds": (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120),
-    "ticket_wait_seconds": (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300),
 }
 """Every histogram with its buckets, in seconds."""
 
@@ -130,9 +110,7 @@ GAUGES: Mapping[str, tuple[str, ...]] = {
     "capacity_binding": ("group",),
     "fingerprint": ("part", "value"),
     "hashing": ("algorithm", "unit", "block_size", "drops_unit", "states", "root"),
-    "waiting_requests": (),
     "barred_peers": (),
-    "ticket_address": ("address",),
 }
 """Every gauge with the names of its labels."""
 
@@ -213,29 +191,6 @@ class Counters:
         """So many prefill engines are barred now, and have sent tickets within the last minute."""
         with self._lock:
             self._gauges["barred_peers", ()] = number
-
-    def ticket_wait_ended(self, how: WaitEnd, seconds: float) -> None:
-        """A request's wait for its ticket ended: after 0 seconds if the ticket was there first, or too many waited."""
-        self._add("ticket_waits", (how,), 1)
-        self._observe("ticket_wait_seconds", seconds)
-
-    def waiting_requests(self, number: int) -> None:
-        """So many requests wait for their ticket now."""
-        with self._lock:
-            self._gauges["waiting_requests", ()] = number
-
-    def ticket_delivered(self, way: DeliveryWay, *, first: bool) -> None:
-        """A ticket for a wait came, or word that there is none; `first`: before any other, so that it had an effect."""
-        self._add("ticket_deliveries", (way, "first" if first else "none"), 1)
-
-    def ticket_sent(self, outcome: TicketSend) -> None:
-        """A ticket was sent directly to one rank of a decode node, or was not."""
-        self._add("tickets_sent", (outcome,), 1)
-
-    def ticket_address(self, address: str) -> None:
-        """Where this engine takes tickets directly; once."""
-        with self._lock:
-            self._gauges["ticket_address", (address,)] = 1
 
     def ticket_returned(self, outcome: str) -> None:
         """One rank gave a ticket back without a read, or failed to."""

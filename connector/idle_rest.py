@@ -1,8 +1,8 @@
 """How long an engine rests after a step that computed nothing, and what ends the rest.
 
-By itself vLLM steps every millisecond while it has requests: those that wait for their ticket on a decode node, those
-whose blocks a prefill node keeps until they are read. That takes a third of a core, which may be needed for the very
-thing that they wait for. So the engine's thread rests, and another thread ends the rest when something arrives.
+By itself vLLM steps every millisecond while it has requests, also those whose blocks a prefill node keeps until they
+are read. That takes a third of a core, which the node that is to read them may need. So the engine's thread rests, and
+another thread ends the rest when something arrives.
 
 It rests where this delays no token: no read is under way, none has ended since the last step, and none of the steps
 that are under way computes anything.
@@ -14,9 +14,9 @@ import threading
 from collections.abc import Sized
 from typing import Protocol
 
-WAITING_REST = 0.01
-"""Seconds, while requests wait for their ticket, or blocks to be read. What ends no rest is noticed so late: the end of
-such a read, a client that is gone."""
+LEASES_REST = 0.01
+"""Seconds, while blocks are kept to be read. What ends no rest is noticed so late: the end of such a read, a client
+that is gone."""
 LEFTOVERS_REST = 0.025
 """While only the end of given-up transfers or of probes is awaited, or that prefill nodes take tickets back."""
 
@@ -37,11 +37,8 @@ class IdleRest:
     """For one engine's thread; `end` is for any. `batches`: how many steps are under way at most, that whose output is
     processed included."""
 
-    def __init__(
-        self, batches: int, waiting: Sized, leases: Sized, reads: Reads, quarantine: Sized, paths: Sized
-    ) -> None:
+    def __init__(self, batches: int, leases: Sized, reads: Reads, quarantine: Sized, paths: Sized) -> None:
         self._batches = batches
-        self._waiting = waiting
         self._leases = leases
         self._reads = reads
         self._quarantine = quarantine
@@ -70,7 +67,7 @@ class IdleRest:
         was_reading, self._was_reading = self._was_reading, self._reads.under_way
         if self._idle_steps < self._batches or was_reading or self._was_reading:
             return 0.0
-        if len(self._waiting) or len(self._leases):
-            return WAITING_REST
+        if len(self._leases):
+            return LEASES_REST
         leftovers = len(self._quarantine) or len(self._paths) or self._reads.has_pending_orders
         return LEFTOVERS_REST if leftovers else 0.0

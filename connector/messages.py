@@ -10,11 +10,8 @@ Side channel. All messages are msgpack arrays in one frame:
     its reply          [number, incarnation, "", [verdict, ...]]                  in the questions' order
     returns            [RETURN, number, [[engine id, request id, nonce], ...]]    tickets that will not be read
     its reply          as to a question batch                                     HELD: they are given up now
-    ticket             [TICKET, number, [id of a wait, ticket]]                   its map in msgpack, as binary
-    its reply          [number, incarnation, "", []]                              the scheduler gets it
     refusal of these   [number, incarnation, reason, []]
 
-Tickets go the other way than all else: there the prefill node asks, and the decode node replies.
 `incarnation` names one run of a prefill node: memory that was registered in another run is gone.
 
 Signatures. Where there are ticket keys a second frame holds the message's MAC. On every connection each side sends a
@@ -25,7 +22,7 @@ grow. What a captured message is worth to an attacker:
     on the same connection, injected into it              nothing: its number was used
     sent back to its sender                               nothing: the direction differs
 So a replay needs no clock to be refused. Nothing is encrypted: an observer of the packets sees ids, verdicts and the
-metadata of the handshake, and tickets, and can delay or cut the connection.
+metadata of the handshake, and can delay or cut the connection.
 The first key signs, as with tickets; every key is tried, each in constant time. A reply is signed with the key
 that signed the question, so that keys can be changed one node after the other.
 """
@@ -33,10 +30,10 @@ that signed the question, so that keys can be changed one node after the other.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -44,7 +41,6 @@ HANDSHAKE = b"get_meta_msg"
 ASK = b"pdproxy_held"
 META = b"pdproxy_meta"
 RETURN = b"pdproxy_return"
-TICKET = b"pdproxy_ticket"
 MOST_QUESTIONS = 128
 LONGEST_MESSAGE_NAME = 1024
 LONGEST_QUESTION = 256 * 1024
@@ -59,8 +55,6 @@ _Items = Annotated[list[tuple[_Name, _Name, _Name]], msgspec.Meta(max_length=MOS
 _REQUEST = msgspec.msgpack.Decoder(tuple[bytes, int, msgspec.Raw])
 _QUESTIONS = msgspec.msgpack.Decoder(_Items)
 _RANK = msgspec.msgpack.Decoder(tuple[_Name, int, int])
-_SENT = msgspec.msgpack.Decoder(tuple[_Name, bytes])
-_TICKET = msgspec.msgpack.Decoder(dict[str, Any])
 _NUMBER = msgspec.msgpack.Decoder(int)
 _REPLY = msgspec.msgpack.Decoder(tuple[int, _Name, _Name, list[str] | bytes])
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError)
@@ -91,21 +85,6 @@ class QuestionRefusal(StrEnum):
     REPLAYED = "replayed"
     ANOTHER_ENGINE = "another_engine"
     NO_SUCH_RANK = "no_such_rank"
-    NOT_TAKEN = "not_taken"
-    """A ticket, by a node that does not decode, has too many, or finds something wrong with it."""
-
-
-class TicketSend(StrEnum):
-    """What came of sending a ticket directly. Its request gets it by the proxy, too."""
-
-    TAKEN = "taken"
-    REFUSED = "refused"
-    UNREACHABLE = "unreachable"
-    """No connection, or no answer in time."""
-    BAD_ADDRESS = "bad_address"
-    """Not an address that a node with one of our keys has signed, or not an allowed host."""
-    NOT_SENT = "not_sent"
-    """Too long; or there is too much to send; or the address was not reached lately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,22 +130,13 @@ class ReturnBatch:
     questions: tuple[Question, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SentTicket:
-    """A ticket for the requests that wait under the id `wait`, as `encode_ticket` makes it. None of it is checked."""
-
-    number: int
-    wait: str
-    ticket: bytes
-
-
-SideRequest = Handshake | MetadataQuestion | QuestionBatch | ReturnBatch | SentTicket
+SideRequest = Handshake | MetadataQuestion | QuestionBatch | ReturnBatch
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`body`: verdicts to a batch of questions or returns, a payload to a metadata question, nothing to a ticket; to
-    each the reason of a refusal."""
+    """`body`: verdicts to a batch of questions or returns, a payload to a metadata question; to each the reason of a
+    refusal."""
 
     number: int
     incarnation: str
@@ -185,8 +155,6 @@ def read_request(message: bytes) -> SideRequest | None:
             return QuestionBatch(number, tuple(Question(*item) for item in _QUESTIONS.decode(rest)))
         if kind == RETURN:
             return ReturnBatch(number, tuple(Question(*item) for item in _QUESTIONS.decode(rest)))
-        if kind == TICKET:
-            return SentTicket(number, *_SENT.decode(rest))
     except _UNREADABLE:
         return None
     return None
@@ -210,24 +178,6 @@ def _write_questions(kind: bytes, number: int, questions: Sequence[Question]) ->
 def write_metadata_question(question: MetadataQuestion) -> bytes:
     """The bytes of a metadata question."""
     return msgspec.msgpack.encode((META, question.number, (question.engine_id, question.pp_rank, question.tp_rank)))
-
-
-def encode_ticket(ticket: Mapping[str, Any]) -> bytes:
-    """A ticket's map as bytes."""
-    return msgspec.msgpack.encode(ticket)
-
-
-def decode_ticket(encoded: bytes) -> dict[str, Any] | None:
-    """The map; None for anything else. Never raises."""
-    try:
-        return _TICKET.decode(encoded)
-    except _UNREADABLE:
-        return None
-
-
-def write_ticket(sent: SentTicket) -> bytes:
-    """The message with a ticket."""
-    return msgspec.msgpack.encode((TICKET, sent.number, (sent.wait, sent.ticket)))
 
 
 def write_reply(number: int, incarnation: str, body: Sequence[Verdict] | bytes | str) -> bytes:

@@ -11,12 +11,11 @@ Scheduler process: `scheduler.ConnectorScheduler`, on the engine's thread, one p
         `metadata.ConnectorMetadata` adds a `ReadOrder` for each read, the readers of each new lease, the releases.
     update_from_output ─ update_connector_output ──► first `metadata.WorkerReport` (reads seen → `leases`; reads ended →
         `decode_reads`: count, quarantine), then `finished_sending` → the lease ends; vLLM frees blocks after it.
-    schedule ─ get_num_new_matched_tokens ──► None while the request is one of `waiting_requests`.
     request end ─ request_finished_all_groups ──► `prefill_tickets` issues the signed `ticket` and opens a lease.
     set_xfer_handshake_metadata ──► completes the `node_fingerprint`, which goes into tickets and decides which are
         accepted; starts `side_channel.Listener` in the place of vLLM's. Its thread answers decode nodes' questions by
-        `ConnectorScheduler.verify(engine id, alias, nonce)`, and puts prefill nodes' tickets into an inbox.
-    get_kv_connector_stats, at the end of every step ──► `direct_tickets`: what is in the inbox ends waits.
+        `ConnectorScheduler.verify(engine id, alias, nonce)`.
+    get_kv_connector_stats, at the end of every step ──► `idle_rest`: an engine that computes nothing rests.
 
 Worker process: `worker.ConnectorWorker`, a subclass of vLLM's pull worker, one per rank:
 
@@ -37,10 +36,6 @@ On the wire (HTTP), all under `kv_transfer_params`:
     decode leg    the answer's dict, as it is
     release       {"pdproxy_release": ID} with any one-token request to the same node and data-parallel rank
     resumed       {"pdproxy_resume": ...} beside any of these, or alone: `resume_order`; made by the node itself
-    waiting       {"pdproxy_wait": {"id": ID, "seconds": S}}: the decode leg that is sent before there is a ticket. The
-                  ticket follows by `endpoints`' route, under the same id
-    sent directly {"pdproxy_send_ticket": {"id": ID, "addresses": [...]}} in the prefill leg: where the ticket is waited
-                  for, in the words of that node's metric (`direct_tickets`)
 On the wire between nodes (the side channel): `messages`, over `zmtp` frames, served by `tcp_server`.
 
 Bounds. Blocks whose proxy was killed are freed `kv_lease_duration` (30 s unless set) after their prefill ended; a
@@ -63,9 +58,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
-from connector.config import SECRET_VARIABLE, STATE_LAYOUT, ConnectorConfig, from_vllm, takes_deliveries
+from connector.config import SECRET_VARIABLE, STATE_LAYOUT, ConnectorConfig, from_vllm, has_endpoints
 from connector.ticket_keys import following
-from connector.transfer_params import is_delivery
 from connector.vllm_version import require_tested, vllm_names
 
 if TYPE_CHECKING:
@@ -150,7 +144,6 @@ class NixlConnector(NixlPullConnector):
         step, whatever came of it: the one moment before the next is planned at which it calls each time."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.rest.take()
-            self.connector_scheduler.settle_waits()
             return drained(self.connector_scheduler.counters)
         if self.connector_worker is None:
             return None
@@ -191,8 +184,6 @@ def wrap_add_request(scheduler_class: type[Any]) -> None:
     - Those 32 bits may repeat among the running requests to which clients gave one id.
 
     vLLM has no hook before the assertion. A stand-in gets an id of its own; a duplicate is dropped, logged and counted.
-    The stand-ins of our own route (`endpoints`) have one already, and keep it: by it the API server of a node with
-    several data-parallel ranks forgets them when they end.
     A second call changes nothing.
     """
     stock = scheduler_class.add_request
@@ -201,7 +192,7 @@ def wrap_add_request(scheduler_class: type[Any]) -> None:
 
     @functools.wraps(stock)
     def add_request(self: Scheduler, request: Request) -> None:
-        if request.abort_immediately and not is_delivery(request.kv_transfer_params):
+        if request.abort_immediately:
             request.request_id = f"{request.request_id}-rejected-{uuid4().hex}"
         elif _is_in_use(self, request):
             _drop_duplicate(self, request)
@@ -215,9 +206,9 @@ def wrap_add_request(scheduler_class: type[Any]) -> None:
 
 
 def wrap_preprocessing(engine_class: type[Any]) -> None:
-    """Wrap `preprocess_add_request` of vLLM's engine, which its input thread calls with each request: one that arrives,
-    a delivery too, ends the rest of the engine's own thread (`idle_rest`). vLLM has no hook in that thread. A second
-    call changes nothing."""
+    """Wrap `preprocess_add_request` of vLLM's engine, which its input thread calls with each request: one that arrives
+    ends the rest of the engine's own thread (`idle_rest`). vLLM has no hook in that thread. A second call changes
+    nothing."""
     stock = engine_class.preprocess_add_request
     if hasattr(stock, _WRAPPED):
         return
@@ -257,15 +248,15 @@ def node_info(vllm_config: VllmConfig, config: ConnectorConfig, environ: Mapping
 
     Read in the API server's process, where vLLM has by then copied the engine's final block sizes into the config
     (`vllm/v1/engine/core_client.py`, "Sync block_size"). Two nodes can be paired when `model`, `block_size`,
-    `mamba_*`, `*dtype`, `ssm_layout` and both versions agree and their roles differ. `rendezvous`: a decode leg may be
-    sent before its ticket. `resume`: a stream can be sent to the node's own route, and go on there when its node has
-    died. `max_num_batched_tokens`: of a prefill's step, and only where one ends is there a state that
-    vLLM could keep. (`long_prefill_token_threshold` does not bound the steps of a prompt that is alone.)
+    `mamba_*`, `*dtype`, `ssm_layout` and both versions agree and their roles differ. `resume`: a stream can be sent to
+    the node's own route, and go on there when its node has died. `max_num_batched_tokens`: of a prefill's step, and
+    only where one ends is there a state that vLLM could keep. (`long_prefill_token_threshold` does not bound the steps
+    of a prompt that is alone.)
     """
     from vllm import __version__ as vllm_version
 
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
-    has_routes = config.role.decodes and takes_deliveries(environ)
+    resumes = config.role.decodes and has_endpoints(environ) and SECRET_VARIABLE in environ
     return {
         "role": str(transfer.kv_role),
         "model": str(vllm_config.model_config.model),
@@ -281,8 +272,7 @@ def node_info(vllm_config: VllmConfig, config: ConnectorConfig, environ: Mapping
         "failure_policy": str(transfer.kv_load_failure_policy),
         "lease_seconds": f"{config.lease_duration:g}",
         "signed": str(bool(config.keys)).lower(),
-        "rendezvous": str(has_routes).lower(),
-        "resume": str(has_routes and SECRET_VARIABLE in environ and engine_resumes(vllm_config)).lower(),
+        "resume": str(resumes and engine_resumes(vllm_config)).lower(),
         "connector_version": connector_version(),
         "vllm_version": str(vllm_version),
     }

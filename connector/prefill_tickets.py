@@ -19,7 +19,7 @@ from connector.counters import Counters
 from connector.fingerprint import Fingerprint
 from connector.leases import MOST_REMEMBERED, REMEMBERED_FOR, Aliases, LeaseTable
 from connector.ticket import Ticket, wire
-from connector.transfer_params import IssueTicket, Waiter
+from connector.transfer_params import IssueTicket
 
 
 @dataclass(slots=True)
@@ -114,8 +114,7 @@ class LeaseOrders:
 class TicketIssuer:
     """Every prefill leg that asked for a ticket, from its arrival until its blocks are free.
 
-    `make_alias` returns an unguessable name of at least 16 letters, digits, `-` and `_`. `send` gets each ticket for
-    which a request waits already.
+    `make_alias` returns an unguessable name of at least 16 letters, digits, `-` and `_`.
     """
 
     def __init__(
@@ -129,7 +128,6 @@ class TicketIssuer:
         make_alias: Callable[[], str],
         now: Callable[[], float],
         wall: Callable[[], float],
-        send: Callable[[Waiter, Mapping[str, Any]], None],
     ) -> None:
         self._leases = leases
         self._hand_overs = hand_overs
@@ -139,7 +137,6 @@ class TicketIssuer:
         self._make_alias = make_alias
         self._now = now
         self._wall = wall
-        self._send = send
         self.fingerprint = Fingerprint()
         """This node's; it goes into every ticket."""
         self._aliases = Aliases()
@@ -147,7 +144,6 @@ class TicketIssuer:
         self._retired: set[str] = set()
         self._dropped: set[str] = set()
         self._readers: dict[str, int] = {}
-        self._waiters: dict[str, Waiter] = {}
         self._new_leases: dict[str, int] = {}
         self._releases: set[str] = set()
         self._returned: dict[str, set[str]] = {}
@@ -157,8 +153,6 @@ class TicketIssuer:
         if action.hand_over is not None and self._hand_overs.add(action.hand_over, request_id):
             return False
         self._readers[request_id] = action.readers
-        if action.waiter is not None:
-            self._waiters[request_id] = action.waiter
         # The workers get the alias with the step that first computes the request, or before.
         alias = self._make_alias()
         self._aliases.bind(alias, request_id)
@@ -206,10 +200,7 @@ class TicketIssuer:
             digest=digest,
             fingerprint=self.fingerprint,
         )
-        made, waiter = wire(ticket, self._keys), self._waiters.pop(request_id, None)
-        if waiter is not None:
-            self._send(waiter, made)
-        return made
+        return wire(ticket, self._keys)
 
     def drop(self, request_id: str) -> None:
         """The request ended without a ticket; nothing is held."""
@@ -218,7 +209,6 @@ class TicketIssuer:
 
     def _forget(self, request_id: str) -> None:
         self._readers.pop(request_id, None)
-        self._waiters.pop(request_id, None)
         self._hand_overs.remove(request_id)
         alias = self._aliases.alias(request_id)
         if alias is not None:

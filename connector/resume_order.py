@@ -1,6 +1,6 @@
 """Resume orders: the output token ids that a request already has, because another node has produced them. Pure.
 
-    kv_transfer_params = {"pdproxy_resume": {"token_ids": [...], "mac": HEX}, ...a ticket, a wait, or nothing...}
+    kv_transfer_params = {"pdproxy_resume": {"token_ids": [...], "mac": HEX}, ...a ticket, or nothing...}
 
 The node's own API server makes an order for a stream that it continues, and its engine acts on it (`resumed_requests`):
 the request goes on as if it had produced these tokens itself and had then been preempted. Any client can write

@@ -9,7 +9,6 @@ import os
 import queue
 import secrets
 import time
-from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 
 from connector.admission import Admission
 from connector.config import ConnectorConfig
-from connector.counters import WaitEnd
 from connector.decode_reads import PromptTokens, Quarantine, ReadTracker, TicketToReturn, TokenAccounting
-from connector.direct_tickets import TicketInbox
 from connector.fingerprint import Fingerprint
 from connector.idle_rest import IdleRest
 from connector.kv_groups import count_blocks, group_shapes, sequence_blocks
@@ -31,12 +28,10 @@ from connector.prefill_tickets import HandOvers, TicketIssuer
 from connector.resume_order import engine_secret
 from connector.resumed_requests import ResumedRequests, ResumeLimits
 from connector.scheduler_base import SchedulerBase
-from connector.ticket import Expected, Ticket
+from connector.ticket import Expected
 from connector.ticket_fields import Refusal, prompt_digest, unsuitable
 from connector.transfer_params import (
     Action,
-    AwaitTicket,
-    DeliverTicket,
     IssueTicket,
     ParamsValidator,
     ReadTicket,
@@ -44,7 +39,6 @@ from connector.transfer_params import (
     RequestFacts,
     ValidatedParams,
 )
-from connector.waiting_requests import WaitingRequests
 from connector.weights import Adapters
 
 if TYPE_CHECKING:
@@ -80,7 +74,6 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             make_alias=lambda: secrets.token_urlsafe(ALIAS_BYTES),
             now=time.monotonic,
             wall=time.time,
-            send=self._sender.send,
         )
         self.quarantine = Quarantine()
         self.admission = Admission(sequence_blocks(vllm_config, kv_cache_config), lambda: self.quarantine.blocks)
@@ -90,11 +83,8 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         self._paths = PeerPaths(self._ranks, self.counters)
         self._adapters = Adapters(lora_settings(vllm_config))
         self._token_accounting = TokenAccounting(self.counters)
-        self._waiting = WaitingRequests(config.waiting_requests, config.longest_ticket_wait, self._fit, self.counters)
         at_once = vllm_config.max_concurrent_batches
-        self.rest = IdleRest(at_once, self._waiting, self._leases, self._reads, self.quarantine, self._paths)
-        if config.role.decodes:
-            self._inbox = TicketInbox(self._read_direct, config.waiting_requests, self.rest.end)
+        self.rest = IdleRest(at_once, self._leases, self._reads, self.quarantine, self._paths)
         self.resumed = ResumedRequests(engine_secret(os.environ), ResumeLimits.of(vllm_config), self.counters)
 
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
@@ -109,14 +99,10 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     def on_new_request(self, request: "Request") -> None:
         """Validate the request's `kv_transfer_params`, which any client may have written. vLLM sees clean ones or
         none."""
-        if isinstance(request.kv_transfer_params, ValidatedParams):
-            super().on_new_request(request)
-        else:
-            self._take(request, self._validator.validate(request.kv_transfer_params, self._facts(request)))
-
-    def _take(self, request: "Request", action: Action) -> None:
-        params = self._begin(request, action)
-        request.kv_transfer_params = None if params is None else ValidatedParams(params)
+        if not isinstance(request.kv_transfer_params, ValidatedParams):
+            action = self._validator.validate(request.kv_transfer_params, self._facts(request))
+            params = self._begin(request, action)
+            request.kv_transfer_params = None if params is None else ValidatedParams(params)
         super().on_new_request(request)
 
     def _facts(self, request: "Request") -> RequestFacts:
@@ -138,45 +124,10 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
                 return ticket.params()
             case ReleaseHandOver(hand_over):
                 self._tickets.release(hand_over)
-            case AwaitTicket():
-                self.settle_waits()
-                began = self._waiting.begin(request, action, time.monotonic())
-                return began.params() if isinstance(began, AwaitTicket) else self._begin(request, began)
-            case DeliverTicket(_, ticket):
-                self._deliver(action, ticket, request)
             case Refusal(reason, detail):
                 self.counters.refused(reason)
                 log.warning(_REFUSED, request.request_id, reason, detail)
         return None
-
-    def _deliver(self, delivery: DeliverTicket, ticket: Ticket | Refusal | None, stand_in: "Request") -> None:
-        """The waiting requests go on as if the ticket had come with them. One that is too late is given back."""
-        delivered = self._waiting.deliver(delivery, time.monotonic())
-        for request, action in delivered.requests:
-            self._take(request, action)
-        for number in range(delivered.too_late):
-            if isinstance(ticket, Ticket):
-                self._return_ticket(self._unread(stand_in, ticket, number))
-
-    def _read_direct(self, raw: Any) -> Ticket | Refusal:
-        """In the side channel's thread."""
-        return self._validator.delivered(raw)
-
-    def settle_waits(self) -> None:
-        """Requests whose ticket has come from its prefill node directly wait no more. Called between steps, and where a
-        step is planned, when vLLM has asked for all that wait."""
-        for wait, ticket in () if self._inbox is None else self._inbox.take():
-            for request, action in self._waiting.deliver_directly(wait, ticket, time.monotonic()):
-                self._take(request, action)
-
-    def _unread(self, stand_in: "Request", ticket: Ticket, number: int) -> TicketToReturn:
-        request = copy(stand_in)
-        request.request_id = f"{stand_in.request_id}-{number}"
-        request.kv_transfer_params = ValidatedParams(ticket.params())
-        return TicketToReturn(request, secrets.token_hex(8))
-
-    def _fit(self, request: "Request", ticket: Ticket | Refusal) -> ReadTicket | Refusal:
-        return self._validator.fit(ticket, self._facts(request))
 
     def take_back(self, engine_id: str, alias: str, nonce: str) -> Verdict:
         """A decode node gives a ticket back; called in the side channel's thread. Whether its blocks were held so far:
@@ -190,10 +141,8 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     # ---- a step is planned
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens are read after the local cache's. None for a request that waits for its ticket, must be
-        looked up once more, or would hold others up: vLLM asks again in the next step, and allocates nothing."""
-        if self._waiting.must_wait(request.request_id, time.monotonic()):
-            return None, False
+        """How many tokens are read after the local cache's. None for a request that must be looked up once more, or
+        would hold others up: vLLM asks again in the next step, and allocates nothing."""
         return self.admission.answer(request, self._offer(request, num_computed_tokens))
 
     def _offer(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -220,7 +169,6 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """vLLM plans the read; ours gets its order, and the source of the prompt's tokens is recorded."""
         self.admission.on_admitted(request.request_id, num_external_tokens)
-        self._waiting.end(request.request_id, WaitEnd.UNNEEDED, time.monotonic())
         params = request.kv_transfer_params
         reads = params is not None and bool(params.get("do_remote_prefill"))
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -261,8 +209,6 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         meta.returned, meta.probes = orders.returned, self._paths.pop_probes(time.monotonic())
         meta.idle = not self._keeps_step and scheduler_output.total_num_scheduled_tokens == 0
         self.resumed.tell_workers(scheduler_output)
-        self.settle_waits()
-        self._waiting.on_step_planned()
         self.rest.on_step_planned(computes=not meta.idle)
         return meta
 
@@ -307,7 +253,6 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             # The end of a load that ran within a step is not reported in any other way.
             self._token_accounting.on_loaded(request_id, request.num_computed_tokens)
         self._token_accounting.forget(request_id)
-        self._waiting.end(request_id, WaitEnd.GONE, time.monotonic())
         self.admission.forget(request_id)
         self.resumed.on_request_finished(request_id)
         if not (request.kv_transfer_params or {}).get("do_remote_decode"):

@@ -13,7 +13,6 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from connector.config import NODE_ID, ConnectorConfig
 from connector.counters import Counters
-from connector.direct_tickets import TicketInbox, TicketSender, write_address
 from connector.fingerprint import Fingerprint
 from connector.kv_groups import attention_block_size, group_shapes, node_capacity, require_one_state_size
 from connector.leases import LeaseTable
@@ -91,8 +90,6 @@ class SchedulerBase(NixlPullConnectorScheduler):
         self.local_hits = LocalHits(kv_cache_config)
         self._fingerprint = node_fingerprint(vllm_config, kv_cache_config, self._boundary, config.weights_label)
         self._listener: Listener | None = None
-        self._inbox: TicketInbox | None = None
-        self._sender = TicketSender(config.keys, config.allowed_hosts, self.counters)
         self._liveness = LivenessSocket(os.environ.get(NODE_ID, ""))
         if isinstance(config.keys, KeyFile):
             config.keys.report_to(self.counters.key_file_changed)
@@ -160,18 +157,13 @@ class SchedulerBase(NixlPullConnectorScheduler):
             engine_id=self._engine_id,
             keys=self._config.keys,
             take_back=self.take_back,
-            take_ticket=None if self._inbox is None else self._inbox.put,
             limits=Limits(connections, connections // 2),
         )
         self._listener.start()
         self._liveness.open()
-        address = write_address(self._listener.host, self._listener.port, self._config.keys)
-        if self._inbox is not None and address is not None:
-            self.counters.ticket_address(address)
 
     def shutdown(self) -> None:
         """Stop the side channel, both ends."""
-        self._sender.close()
         self._liveness.close()
         if self._listener is not None:
             self._listener.stop()

@@ -1,5 +1,4 @@
-"""A node's side channel: answers vLLM's handshake and our questions after a read, on one TCP address. On a decode node
-it takes tickets that prefill nodes send (`direct_tickets`).
+"""A node's side channel: answers vLLM's handshake and our questions after a read, on one TCP address.
 
 It runs in the scheduler's process, since the lease table is there, in a thread of its own. vLLM's own listener ends
 at the first packet that it cannot read, and hangs the start when its port is taken; this one counts the packet and
@@ -32,7 +31,6 @@ from connector.messages import (
     QuestionRefusal,
     ReplySigner,
     ReturnBatch,
-    SentTicket,
     SideRequest,
     Verdict,
     read_request,
@@ -50,9 +48,6 @@ TakeBack = Callable[[str, str, str], Verdict]
 """(engine id, request id, nonce) of a ticket that is given back → whether its blocks were held until now; called in the
 listener's thread."""
 
-TakeTicket = Callable[[str, bytes], bool]
-"""(id of a wait, ticket as bytes) → whether it was taken; called in the listener's thread."""
-
 LOOPBACK = "127.0.0.1"
 NEEDS_KEY = (
     "refused: the prefill node has ticket keys, and the question was not signed with one; "
@@ -66,7 +61,7 @@ class Listener:
 
     `payloads`: by (pipeline rank, tensor rank), the msgpack of vLLM's `NixlHandshakePayload` of each worker of
     `engine_id`. `keys`: ticket keys, which may change; without any, every question is answered. `take_back`: None where
-    nothing is leased. `take_ticket`: None on a node that takes none.
+    nothing is leased.
     """
 
     def __init__(
@@ -80,12 +75,10 @@ class Listener:
         engine_id: str = "",
         keys: Sequence[bytes] = (),
         take_back: TakeBack | None = None,
-        take_ticket: TakeTicket | None = None,
         limits: Limits | None = None,
     ) -> None:
         self.host, self.port = host, port
         self._take_back = take_back or verify
-        self._take_ticket = take_ticket
         self.incarnation = secrets.token_hex(8)
         self._payloads = dict(payloads)
         self._verify = verify
@@ -133,9 +126,6 @@ class Listener:
                 return [write_reply(number, self.incarnation, verdicts)]
             case MetadataQuestion(number, engine_id, pp_rank, tp_rank):
                 return [write_reply(number, self.incarnation, self._metadata(engine_id, pp_rank, tp_rank))]
-            case SentTicket(number, wait, ticket):
-                taken = self._take_ticket is not None and self._take_ticket(wait, ticket)
-                return [write_reply(number, self.incarnation, () if taken else QuestionRefusal.NOT_TAKEN.value)]
             case Handshake(pp_rank, tp_rank):
                 payload = self._payloads.get((pp_rank, tp_rank))
                 # vLLM's decode side estimates the clocks' offset from this: it must be the scheduler process's clock.

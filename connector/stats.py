@@ -36,9 +36,6 @@ HELP: Mapping[str, str] = {
     "unused_tickets": "Good tickets that were not read: nothing was left to pull, or there was no room.",
     "barred_tickets": "Good tickets not read, as an earlier read from their engine had ended so (reason).",
     "path_probes": "Probes of the paths to barred prefill engines, by outcome.",
-    "ticket_waits": "Waits of requests for their ticket, by how they ended.",
-    "ticket_deliveries": "Tickets for waiting requests that came, by way, and by whether that had an effect.",
-    "tickets_sent": "Tickets that this prefill node sent directly to decode nodes, by what came of it.",
     "tickets_returned": "Tickets given back without a read, by how that ended, counted on each rank.",
     "resumed_requests": "Requests that went on after the output tokens of another node.",
     "resumed_tokens": "Output tokens of another node that they went on after.",
@@ -50,15 +47,12 @@ HELP: Mapping[str, str] = {
     "key_file_changes": "Looks into the file of ticket keys that found others (taken), or nothing of use (refused).",
     "verify_seconds": "From a read's last byte to its verdict.",
     "lease_age_seconds": "Age of a lease at its end.",
-    "ticket_wait_seconds": "From a request's arrival to the end of its wait for its ticket.",
     "capacity_tokens": "Tokens that the attention groups of the KV cache hold, were all of it theirs.",
     "capacity_sequences": "Sequences that run together: by the state groups alone, or of max_model_len by all groups.",
     "capacity_binding": "What runs out first with sequences of max_model_len. Always 1.",
     "fingerprint": "What the bytes of this node's KV cache depend on, by part, and their digest (part all). Always 1.",
     "hashing": "How the prefix cache hashes prompts: algorithm, tokens per hash and per block, first parent. Always 1.",
-    "waiting_requests": "Requests that wait for their ticket. They hold no blocks.",
     "barred_peers": "Prefill engines whose tickets are not read until a probe passes, and still come.",
-    "ticket_address": "Where this engine takes tickets that prefill nodes send directly. Always 1.",
 }
 
 PREFIX = "pdproxy_connector_"

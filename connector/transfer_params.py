@@ -2,23 +2,15 @@
 
 Runs in the scheduler's process, when vLLM announces a request. The fields are described in `nixl_connector`.
 
-    neither flag     ──► ComputeLocally; ReleaseHandOver for `pdproxy_release`; AwaitTicket for `pdproxy_wait`
-                         DeliverTicket for `pdproxy_deliver`, from a stand-in of this node's own route
+    neither flag     ──► ComputeLocally; ReleaseHandOver for `pdproxy_release`
     do_remote_decode ──► IssueTicket
     do_remote_prefill ─► ReadTicket, if the ticket is valid and is for this very prompt
     anything else    ──► Refusal, with a reason; the request is computed locally
-
-A delivery is believed of a stand-in alone: a request that ends at once, which only the node's own API server makes. It
-makes one for a client's request, too, which it has rejected: but only for one with `do_remote_prefill`, which is then
-judged as a ticket, whatever stands beside it. A client can call the route itself where it can reach the node; that does
-no more than its ticket would do in a request of its own, for it must know an id that cannot be guessed, and the ticket
-is checked against the very prompt that waits.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from connector.config import Role
@@ -28,12 +20,7 @@ from connector.ticket_fields import Refusal, RefusalReason
 HAND_OVER = "pdproxy_hand_over"
 READERS = "pdproxy_readers"
 RELEASE = "pdproxy_release"
-WAIT = "pdproxy_wait"
-SEND_TICKET = "pdproxy_send_ticket"
-DELIVER = "pdproxy_deliver"
 MOST_READERS = 1024
-MOST_ADDRESSES = 64
-LONGEST_ADDRESS = 512
 
 _ID = re.compile(r"[A-Za-z0-9_-]{16,128}")
 
@@ -44,21 +31,11 @@ class ComputeLocally:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiter:
-    """Where requests wait for a ticket that is to be made: under which id, and the addresses that their node, or each
-    of its data-parallel ranks, publishes. Nothing of the addresses is checked (`direct_tickets.read_address`)."""
-
-    wait: str
-    addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class IssueTicket:
-    """Compute the prompt and answer with a ticket for `readers` reads. `waiter`: who gets it directly, too."""
+    """Compute the prompt and answer with a ticket for `readers` reads."""
 
     hand_over: str | None
     readers: int
-    waiter: Waiter | None = None
 
     def params(self) -> dict[str, Any]:
         """The clean params for vLLM's prefill side."""
@@ -79,37 +56,6 @@ class ReleaseHandOver:
     hand_over: str
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitTicket:
-    """Wait for the ticket that will be delivered under this id, `seconds` at most."""
-
-    wait: str
-    seconds: float
-
-    def params(self) -> dict[str, Any]:
-        """Clean params, in which vLLM finds nothing to do."""
-        return {WAIT: self.wait}
-
-
-@dataclass(frozen=True, slots=True)
-class DeliverTicket:
-    """What the requests that wait under this id get: a ticket whose form is checked, a bad one, or None: there is none.
-
-    Whether it is for their very prompt is asked of each of them (`ParamsValidator.fit`).
-    """
-
-    wait: str
-    ticket: Ticket | Refusal | None
-
-
-class DeliveryWay(StrEnum):
-    """Which way a ticket came to a decode node. The metric's `effect` says whether it was the first for its wait."""
-
-    DIRECT = "direct"
-    """From the prefill node."""
-    PROXY = "proxy"
-
-
 class ValidatedParams(dict[str, Any]):
     """`kv_transfer_params` that this module has validated; a sender cannot make one.
 
@@ -118,7 +64,7 @@ class ValidatedParams(dict[str, Any]):
     """
 
 
-Action = ComputeLocally | IssueTicket | ReadTicket | ReleaseHandOver | AwaitTicket | DeliverTicket | Refusal
+Action = ComputeLocally | IssueTicket | ReadTicket | ReleaseHandOver | Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +105,7 @@ class ParamsValidator:
             case [False, True]:
                 return self._decode(raw, facts)
             case _:
-                return self._neither(raw, facts)
+                return self._neither(raw)
 
     def _prefill(self, raw: dict[Any, Any], facts: RequestFacts) -> Action:
         if not self.role.prefills:
@@ -173,17 +119,14 @@ class ParamsValidator:
             return Refusal(RefusalReason.BAD_FIELD, f"{HAND_OVER} is not 16 to 128 letters, digits, - or _")
         if type(readers) is not int or not 1 <= readers <= MOST_READERS:
             return Refusal(RefusalReason.BAD_FIELD, f"{READERS} is not a whole number from 1 to {MOST_READERS}")
-        return IssueTicket(hand_over, readers, _waiter(raw.get(SEND_TICKET)))
+        return IssueTicket(hand_over, readers)
 
     def _decode(self, raw: dict[Any, Any], facts: RequestFacts) -> Action:
         if not self.role.decodes:
             return Refusal(RefusalReason.WRONG_ROLE, "this node does not decode for others")
-        return self.fit(parse(raw, self.expected), facts)
-
-    def fit(self, ticket: Ticket | Refusal, facts: RequestFacts) -> ReadTicket | Refusal:
-        """Whether the ticket is for this very request."""
         if facts.unsuitable is not None:
             return Refusal(RefusalReason.UNSUITABLE_REQUEST, facts.unsuitable)
+        ticket = parse(raw, self.expected)
         if isinstance(ticket, Refusal):
             return ticket
         if facts.expected_tokens is None:
@@ -194,44 +137,12 @@ class ParamsValidator:
             return Refusal(RefusalReason.DIGEST, "the ticket is for another prompt")
         return ReadTicket(ticket)
 
-    def _neither(self, raw: dict[Any, Any], facts: RequestFacts) -> Action:
+    def _neither(self, raw: dict[Any, Any]) -> Action:
         if RELEASE in raw:
             return self._release(raw[RELEASE])
         if _names_remote(raw):
             return Refusal(RefusalReason.NO_FLAG, "remote fields without do_remote_prefill")
-        if DELIVER in raw:
-            return self._deliver(raw[DELIVER], facts)
-        return self._wait(raw[WAIT], facts) if WAIT in raw else ComputeLocally()
-
-    def _wait(self, order: Any, facts: RequestFacts) -> Action:
-        if not self.role.decodes:
-            return Refusal(RefusalReason.WRONG_ROLE, "this node does not decode for others")
-        if facts.unsuitable is not None or facts.expected_tokens is None:
-            return Refusal(RefusalReason.UNSUITABLE_REQUEST, facts.unsuitable or "a request that ends at once")
-        if not isinstance(order, dict) or not is_id(order.get("id")):
-            return Refusal(RefusalReason.BAD_FIELD, f"{WAIT} has no id of 16 to 128 letters, digits, - or _")
-        seconds = order.get("seconds", 0)
-        if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
-            return Refusal(RefusalReason.BAD_FIELD, f"{WAIT} has no number of seconds over 0")
-        return AwaitTicket(order["id"], seconds)
-
-    def _deliver(self, order: Any, facts: RequestFacts) -> Action:
-        if not self.role.decodes:
-            return Refusal(RefusalReason.WRONG_ROLE, "this node does not decode for others")
-        if facts.expected_tokens is not None:
-            return Refusal(RefusalReason.UNSUITABLE_REQUEST, "tickets are delivered by the node's own route alone")
-        if not isinstance(order, dict) or not is_id(order.get("id")):
-            return Refusal(RefusalReason.BAD_FIELD, f"{DELIVER} has no id of 16 to 128 letters, digits, - or _")
-        ticket = order.get("ticket")
-        return DeliverTicket(order["id"], None if ticket is None else self.delivered(ticket))
-
-    def delivered(self, raw: Any) -> Ticket | Refusal:
-        """A ticket that was delivered apart from its request. Never raises, whatever `raw` is."""
-        if not isinstance(raw, dict):
-            return Refusal(RefusalReason.NOT_AN_OBJECT, "what was delivered is not an object")
-        if raw.get("do_remote_prefill") is not True or raw.get("do_remote_decode"):
-            return Refusal(RefusalReason.NO_FLAG, "what was delivered is not a ticket")
-        return parse(raw, self.expected)
+        return ComputeLocally()
 
     def _release(self, hand_over: Any) -> Action:
         if not self.role.prefills:
@@ -241,25 +152,8 @@ class ParamsValidator:
         return ReleaseHandOver(hand_over)
 
 
-def _waiter(raw: Any) -> Waiter | None:
-    """None for what makes no sense: the ticket reaches its request by the proxy, too."""
-    if not isinstance(raw, dict) or not is_id(raw.get("id")):
-        return None
-    addresses = raw.get("addresses")
-    if not isinstance(addresses, list | tuple) or not 0 < len(addresses) <= MOST_ADDRESSES:
-        return None
-    if not all(isinstance(each, str) and len(each) <= LONGEST_ADDRESS for each in addresses):
-        return None
-    return Waiter(raw["id"], tuple(addresses))
-
-
-def is_delivery(raw: Any) -> bool:
-    """Whether a stand-in with these params is the node's own route's: its request id is that route's, and unique."""
-    return isinstance(raw, dict) and DELIVER in raw and not raw.get("do_remote_prefill")
-
-
 def is_id(value: Any) -> bool:
-    """Whether a value can be a hand-over id, or the id of a wait."""
+    """Whether a value can be a hand-over id."""
     return isinstance(value, str) and _ID.fullmatch(value) is not None
 
 

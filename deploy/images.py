@@ -134,7 +134,7 @@ class Composed:
         """A compose command for it, with no `.env` file read. Raises ContainerEngineError."""
         line = [*self.engine.compose, "--project-name", PROJECT, "--file", "compose.yaml", "--env-file", os.devnull]
         settings = {"PROXY_IMAGE": PROXY, "PROXY_PORT": str(self.port), "ADMIN_PORT": str(self.admin_port)}
-        environment = {**os.environ, **settings, "ROUTING": "hybrid"}
+        environment = {**os.environ, **settings, "ROUTING": "cache"}
         return execute([*line, "--profile", "cpu", *words], environment, within).stdout
 
     def container(self, service: str) -> str:

@@ -68,10 +68,6 @@ def _run(command: str, words: Sequence[str]) -> int:
         return 0
     settings = _loaded(parser, words)
     if command == "serve":
-        if settings.listen.workers > 1:
-            from pdproxy.workers.supervisor import supervise
-
-            return supervise(settings)
         from pdproxy.app.run import serve
 
         return serve(settings)

@@ -46,6 +46,7 @@ class ClientError(PdproxyError):
         status: 400 to 599.
         message: a sentence that says what to do.
         kind: OpenAI's ``type``.
+        code: a word; of the errors that vLLM writes too, the status, as there.
         param: the field of the request that is at fault.
         headers: such as ``retry-after``.
     """
@@ -54,7 +55,7 @@ class ClientError(PdproxyError):
     message: str
     _: dataclasses.KW_ONLY
     kind: str = "invalid_request_error"
-    code: str | None = None
+    code: str | int | None = None
     param: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
 

@@ -31,7 +31,6 @@ class Step(enum.StrEnum):
     OTHER_PREFILL = "other_prefill"
     LOCAL = "local"
     SAME_TICKET = "same_ticket"
-    IN_TURN = "in_turn"
     PREFILL_AGAIN = "prefill_again"
     AT_ENDPOINT = "at_endpoint"
     MIGRATE = "migrate"
@@ -74,7 +73,7 @@ class RetryOptions:
         retries: tries that are left for this leg.
         ticket_works: a ticket is at hand, younger than `ticket_life` (it may still be refused: then it is computed).
         migrations: moves that are left to this stream.
-        continuable: what was produced can be continued exactly.
+        continuable: the stream can go on at another node.
         broken: nodes of the leg's role that broke off under the request, one after another.
     """
 
@@ -119,7 +118,6 @@ _DECODE = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.FAIL)
 _DECODE_ANSWERED = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.ANSWER)
 _RESUME = (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.ERROR_EVENT)
 _STREAM = (Step.MIGRATE, Step.ERROR_EVENT)
-_DELIVERY = (Step.SAME_TICKET, Step.IN_TURN)
 
 _DECODE_DEADLINES = dict.fromkeys(Fault, "stall") | {Fault.REFUSED: "connect"}
 _DECODE_DEADLINES |= dict.fromkeys(
@@ -155,13 +153,6 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     **{(Leg.DECODE, Moment.RESUMING, fault): FailureRow(_RESUME, _DECODE_DEADLINES[fault]) for fault in Fault},
     **{(Leg.DECODE, Moment.STREAMING, fault): FailureRow(_STREAM, "stall") for fault in Fault},
     (Leg.DECODE, Moment.STREAMING, Fault.CLIENT_ERROR): FailureRow((Step.ERROR_EVENT,), "stall"),
-    **{(Leg.DELIVERY, Moment.OPENING, fault): FailureRow((Step.IN_TURN,), "delivery") for fault in Fault},
-    (Leg.DELIVERY, Moment.OPENING, Fault.REFUSED): FailureRow(_DELIVERY, "connect", 503),
-    (Leg.DELIVERY, Moment.OPENING, Fault.RESET): FailureRow(_DELIVERY, "delivery"),
-    (Leg.DELIVERY, Moment.OPENING, Fault.HEADERS_TIMEOUT): FailureRow(_DELIVERY, "delivery", 504),
-    (Leg.DELIVERY, Moment.OPENING, Fault.STALL): FailureRow(_DELIVERY, "delivery", 504),
-    (Leg.DELIVERY, Moment.OPENING, Fault.BUSY): FailureRow(_DELIVERY, "delivery", 503),
-    (Leg.DELIVERY, Moment.OPENING, Fault.SERVER_ERROR): FailureRow(_DELIVERY, "delivery"),
     **{(Leg.FORWARD, Moment.OPENING, fault): FailureRow((Step.FAIL,), "stall") for fault in Fault},
     (Leg.FORWARD, Moment.OPENING, Fault.REFUSED): FailureRow((Step.OTHER_NODE, Step.FAIL), "connect", 503),
     (Leg.FORWARD, Moment.OPENING, Fault.RESET): FailureRow((Step.FAIL,), "decode_headers"),
@@ -171,9 +162,8 @@ FAILURE_TABLE: Mapping[tuple[Leg, Moment, Fault], FailureRow] = {
     **{(Leg.RELEASE, Moment.OPENING, fault): FailureRow((Step.LEASE_END,), "release") for fault in Fault},
 }
 """Every leg, moment and fault; only a decode leg streams. A leg that streams has its head behind it: what a head can
-say comes up there only through a confused node, and is treated like any break. A delivery fails no request: its node
-may not know the path (4xx), and be a good decode node for a request that brings its ticket along. A forward leg passes
-the node's answer on whatever its status is, so that no status makes a fault."""
+say comes up there only through a confused node, and is treated like any break. A forward leg passes the node's answer
+on whatever its status is, so that no status makes a fault."""
 
 
 class Blame(enum.StrEnum):
@@ -208,14 +198,6 @@ an exception in a parser (SERVER_ERROR, ERROR_EVENT), an answer that is too long
 search, which vLLM 0.32 ends without a finish reason (ABORTED). `nodes.outlier` says how many such faults open a
 circuit."""
 
-DELIVERY_BLAME = dict.fromkeys(Fault, Blame.NO) | {
-    Fault.REFUSED: Blame.YES,
-    Fault.RESET: Blame.IN_DOUBT,
-    Fault.SERVER_ERROR: Blame.IN_DOUBT,
-}
-"""Of deliveries, which are given little time: a node that is busy with its prompts may be late, and serve all the same.
-One that is stuck is found by active health."""
-
 PROBE_BLAME = {
     Fault.REFUSED: Blame.YES,
     Fault.RESET: Blame.YES,
@@ -236,12 +218,14 @@ client's request is their cause. BUSY is the proxy's own lack of sockets."""
 
 def blame(leg: Leg, fault: Fault) -> Blame:
     """Whether a leg's fault counts against its node: a release's never does."""
-    if leg is Leg.DELIVERY:
-        return DELIVERY_BLAME[fault]
     return Blame.NO if leg is Leg.RELEASE else LEG_BLAME[fault]
 
 
 NOT_RESUMABLE: Mapping[NotContinuableReason, str] = {
+    NotContinuableReason.NO_JOURNAL: (
+        "the stream has no journal: its node is without our connector's endpoint plugin, or cannot resume, or left the "
+        "stream to the endpoint itself; or `policy.migrations` is 0"
+    ),
     NotContinuableReason.BEAM_SEARCH: "beam search: no output is final before the last one",
     NotContinuableReason.PROMPT_LOGPROBS: (
         "`prompt_logprobs`, and `echo` with log-probabilities: they belong to the first output, which is not made again"
@@ -255,32 +239,7 @@ NOT_RESUMABLE: Mapping[NotContinuableReason, str] = {
     NotContinuableReason.JOURNAL_SIZE: "the stream's journal grew beyond 4 MiB: about 200,000 tokens",
     NotContinuableReason.JOURNAL_BROKEN: "the node's journal does not tell the number of its events: a bug of the node",
 }
-"""Why a stream of a node that writes journals is ended with an error event if it breaks off."""
-
-NOT_CONTINUABLE: Mapping[NotContinuableReason, str] = {
-    NotContinuableReason.MESSAGES: "a stream of /v1/messages: it carries no token ids",
-    NotContinuableReason.RESPONSES: "a stream of /v1/responses: it carries no token ids",
-    NotContinuableReason.CHOICES: "`n` above 1: each choice stands elsewhere",
-    NotContinuableReason.PENALTIES: "presence or frequency penalties: they count the output, which would begin anew",
-    NotContinuableReason.BAD_WORDS: "`bad_words`: they are matched over the output",
-    NotContinuableReason.REASONING: "reasoning that is being parsed, or a thinking budget",
-    NotContinuableReason.TOOL_CALLS: "tools that may be called: their parser's state is on the node",
-    NotContinuableReason.STRUCTURED_OUTPUT: (
-        "structured output or a response format: the grammar's state is on the node"
-    ),
-    NotContinuableReason.MEDIA: "images, audio or video in the prompt: token ids do not carry them",
-    NotContinuableReason.ECHO: "`echo`",
-    NotContinuableReason.PROMPT_LOGPROBS: "`prompt_logprobs`",
-    NotContinuableReason.BEAM_SEARCH: "beam search",
-    NotContinuableReason.REPETITION_DETECTION: "repetition detection",
-    NotContinuableReason.WATERMARKING: "watermarking",
-    NotContinuableReason.TOKEN_DETAILS: "log-probabilities or token ids whose tokens' text is not out yet",
-    NotContinuableReason.NO_TOKEN_IDS: "the node sent no token ids",
-    NotContinuableReason.DIVERGED: (
-        "sampling: the other node said something else than what the client has of a word or stop string"
-    ),
-}
-"""Why a stream that broke off without a journal is ended with an error event."""
+"""Why a stream is ended with an error event if it breaks off."""
 
 
 def document() -> str:
@@ -294,9 +253,8 @@ def document() -> str:
         lines.append(f"| {leg} | {moment} | {fault} | {steps} | {blame(leg, fault)} | `{row.deadline}` |")
     lines += [_PROBES, "| fault | counts against the node |", "|---|---|"]
     lines += [f"| {fault} | {counts} |" for fault, counts in PROBE_BLAME.items()]
-    for introduction, reasons in ((_NEVER, NOT_RESUMABLE), (_WITHOUT_JOURNAL, NOT_CONTINUABLE)):
-        lines += [introduction, "| reason | what it is |", "|---|---|"]
-        lines += [f"| {reason} | {meaning} |" for reason, meaning in reasons.items()]
+    lines += [_WHICH_GO_ON, "| reason | what it is |", "|---|---|"]
+    lines += [f"| {reason} | {meaning} |" for reason, meaning in NOT_RESUMABLE.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -304,7 +262,6 @@ _STEPS = {
     Step.OTHER_PREFILL: "another prefill node",
     Step.LOCAL: "compute on the decode node",
     Step.SAME_TICKET: "another decode node, same ticket",
-    Step.IN_TURN: "the same decode node, the ticket with the request",
     Step.PREFILL_AGAIN: "another decode node, after a new prefill",
     Step.AT_ENDPOINT: "the same decode node, at the endpoint itself",
     Step.MIGRATE: "migrate the stream",
@@ -329,9 +286,8 @@ The first step that is still possible is taken:
 - *compute on the decode node*: unless the policy is `fail`.
 - *same ticket*: while `retries` are left and the ticket is younger than `ticket_life`. No prefill runs again.
 - *after a new prefill*: while `retries` are left.
-- *the ticket with the request*: always.
-- *migrate*: while `migrations` are left and the stream can go on exactly. Where it is resumed by its journal, the new
-  leg has the rows of the moment *resuming*.
+- *migrate*: while `migrations` are left and [the stream can go on](#which-streams-go-on). Where it is resumed by its
+  journal, the new leg has the rows of the moment *resuming*.
 - *at the endpoint itself*: always; the stream then has no journal.
 - A node that could not be reached at all uses no retry up: where `retries` is not 0, every node is tried.
 - A request under which the connections to two nodes of a role broke off (*reset*, or *refused* after a kept-alive
@@ -356,17 +312,6 @@ What one node answers by itself (embeddings, tokenize, score, …) has one leg, 
 reached, another one is asked; after any other fault nobody knows what was done, and the client gets the error. The
 deadlines are those of a decode leg. The node's answer is passed on whatever its status.
 
-With `policy.legs: together`, where the decode node can wait, both legs go out at once, and a *delivery* brings the
-ticket to the decode leg. The table stays the same, and no leg disturbs the other one:
-- A prefill leg fails: the decode leg waits on, for another prefill node's ticket; to *compute on the decode node* it is
-  told that there is none. Where the client gets an error, it is closed.
-- A decode leg fails before it has its ticket: the one to come counts as one that works. The other decode node waits for
-  it too, or gets it with the request where it cannot. Where no step is left the prefill leg is ended, and released.
-- A delivery fails: the decode leg is closed, and the request goes out anew with its ticket in it. A node that answers a
-  delivery with a 4xx is not made to wait for a minute.
-- A decode node answers before it has its ticket: the answer is good; the prefill leg is ended, and released.
-- `decode_headers` counts from the delivery.
-
 A request can cause most faults on a healthy node. Such a fault counts in full once another node has served the request,
 and by half if none does; how many of them in a row take a node out depends on its peers, and one request takes out at
 most one node of a role ([when a node is taken out](reliability.md#when-a-node-is-taken-out)).
@@ -382,39 +327,30 @@ A node from whose legs nothing has come for `health.silence`, and that then answ
 `health.silence_timeout`, is given up at once ([which are, and which are not](operating.md#a-node-that-freezes)).
 """
 
-_NEVER = """
+_WHICH_GO_ON = """
 # Which streams go on
 
-A stream whose decode node fails or leaves goes on at another one in one of three ways, each exact:
-- *resumed*, by its journal: where both nodes have our connector's endpoint plugin and can resume (the label `resume` of
-  their `pdproxy_connector_info` is true). The other node gets the client's request and the journal, and sends what
-  follows. This holds for all endpoints and all shapes but those below.
-- *restarted*: nothing that was generated has reached the client, so that any node can be asked anew.
-- *continued*, by token ids: where the stream has no journal. Only completions and chat, and of these only the shapes
-  that are not in the second table.
+A stream whose decode node fails or leaves goes on at another node by its journal, which decode nodes with our
+connector's endpoint plugin write; on other nodes it ends with an error event. There are two ways:
+- *resumed*, by its journal: both nodes can resume (the label `resume` of their `pdproxy_connector_info` is true). The
+  other node gets the client's request and the journal, and sends what follows, on all endpoints.
+- *restarted*: nothing that was generated has reached the client, so that any node can be asked anew, whether there is a
+  journal or not.
 
-A stream has a journal where its node can resume and `migrations` is not 0, and where another such node takes requests
-when it begins, or its shape could not go on in any other way. One that has a journal is not continued by token ids:
-where no node is left that can resume, it ends with an error event.
+A stream has a journal where its node can resume, `migrations` is not 0, and its shape is not in the table below.
 
 A stream that breaks when all was said (the finish reason is out; of messages, the reason to stop) is ended by the
 proxy, as the node would have, whatever it is; where usage is still to come, it is resumed for that if it can be, and
 ends without it if not.
 
-`pdproxy_continuable_total` counts requests by the words of both tables.
+`pdproxy_continuable_total` counts requests by the words of the table.
 
 ## Streams that cannot be resumed
 
 These end with an error event once generated text has reached the client; before that, they too are asked anew. A node
-refuses to write a journal for three more, which it alone knows; such a stream is served at the endpoint itself, without
-one: a response that it is to store, or that goes on from a stored one; seeded sampling with speculative tokens (how
-many drafts were accepted decides how many random numbers were drawn); a thinking budget on vLLM's model runner V1.
-"""
-
-_WITHOUT_JOURNAL = """
-## Streams that cannot be continued without a journal
-
-On nodes that cannot resume. These too end with an error event once generated text has reached the client.
+leaves three more to the endpoint itself, without a journal, for it alone knows of them: a response that it is to store,
+or that goes on from a stored one; seeded sampling with speculative tokens (how many drafts were accepted decides how
+many random numbers were drawn); a thinking budget on vLLM's model runner V1.
 """
 
 

@@ -3,8 +3,8 @@
 ::
 
     PLANNING → PREFILLING → HANDING_OVER → STREAMING → ENDED
-       │└──────────(local)──────┘ │ ↑          │
-       └→ WAITING ─(ticket)───────┘ └ PLANNING ┘ (migration)
+      ↑ └─────────(local)───────┘             │
+      └──────────────(migration)──────────────┘
 
 What follows each failure is the table in `failures`; no other file decides a retry.
 """
@@ -20,9 +20,7 @@ class RequestState(enum.StrEnum):
     PLANNING = "planning"
     """Nodes are being chosen: no I/O."""
     PREFILLING = "prefilling"
-    """Only the prefill leg is under way."""
-    WAITING = "waiting"
-    """Both legs are: the decode node waits for its ticket."""
+    """The prefill leg is under way."""
     HANDING_OVER = "handing_over"
     """The decode leg is under way; the client has nothing of this leg yet."""
     STREAMING = "streaming"
@@ -35,16 +33,14 @@ class Transition(enum.StrEnum):
     """What happened."""
 
     PREFILL = "prefill"
-    TOGETHER = "together"
-    """Both legs go out at once."""
     LOCAL = "local"
     """The decode node is to compute the prompt by itself."""
     TICKET = "ticket"
-    """The decode node gets it: with its request, or because it waits for it."""
+    """The decode node gets it with its request."""
     AGAIN = "again"
     """Back to planning, because a leg failed."""
     SAME_TICKET = "same_ticket"
-    """Another decode node gets the same ticket, or waits for it."""
+    """Another decode node gets the same ticket."""
     FIRST_EVENT = "first_event"
     MIGRATE = "migrate"
     """The stream moves to another node: plan again from what was produced."""
@@ -57,12 +53,6 @@ TRANSITIONS = {
     (RequestState.PLANNING, Transition.LOCAL): RequestState.HANDING_OVER,
     (RequestState.PREFILLING, Transition.TICKET): RequestState.HANDING_OVER,
     (RequestState.PREFILLING, Transition.AGAIN): RequestState.PLANNING,
-    (RequestState.PLANNING, Transition.TOGETHER): RequestState.WAITING,
-    (RequestState.WAITING, Transition.TICKET): RequestState.HANDING_OVER,
-    (RequestState.WAITING, Transition.LOCAL): RequestState.HANDING_OVER,
-    (RequestState.WAITING, Transition.SAME_TICKET): RequestState.WAITING,
-    (RequestState.WAITING, Transition.AGAIN): RequestState.PLANNING,
-    (RequestState.WAITING, Transition.FIRST_EVENT): RequestState.STREAMING,
     (RequestState.HANDING_OVER, Transition.SAME_TICKET): RequestState.HANDING_OVER,
     (RequestState.HANDING_OVER, Transition.AGAIN): RequestState.PLANNING,
     (RequestState.HANDING_OVER, Transition.FIRST_EVENT): RequestState.STREAMING,

@@ -197,21 +197,3 @@ def at_once(steps: Steps[Result]) -> Result:
             next(steps)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
-
-
-class IdList:
-    """The token ids of a long prompt as a node tells them: JSON without brackets, of which nothing is parsed."""
-
-    __slots__ = ("_joined",)
-
-    def __init__(self, joined: memoryview) -> None:
-        self._joined = joined
-
-    def __len__(self) -> int:
-        """Counted when it is asked: of the streams of long prompts, few ever move."""
-        return bytes(self._joined).count(b",") + 1
-
-    def followed_by(self, ids: Sequence[int]) -> Raw:
-        """The prompt that goes on with these ids."""
-        more = msgspec.json.encode(ids)[1:-1]
-        return Raw(b"[%b]" % b",".join(filter(None, (self._joined, more))))

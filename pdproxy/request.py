@@ -5,7 +5,6 @@ goes to the standard library, for nothing that a node sends may be lost: lone su
 beyond a float's range. Errors are the standard library's, too. Clients' bodies are not parsed: see `raw_json`.
 """
 
-import dataclasses
 import enum
 import json
 import re
@@ -14,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
-
-from pdproxy.raw_json import IdList
 
 Json: TypeAlias = Mapping[str, object]
 """A JSON object. Its values may be raw JSON: `raw_json.value_of` decodes one that is to be looked at."""
@@ -153,6 +150,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
         left: whether the client has disconnected; a request that is cancelled while it has not was cancelled by us.
         session: a hash of the key of its session and its client's name, 64 bits; None where it names none.
         api_key: the name of the client's API key; never the key itself.
+        fields: what the proxy looks at, as it was read (`legs.lax_fields`); None where nobody has read it yet.
         on_usage: called with the tokens of a prompt and of its answers, once its node has told them.
     """
 
@@ -168,27 +166,13 @@ class ClientRequest(msgspec.Struct, frozen=True):
     left: Callable[[], bool]
     session: int | None = None
     api_key: str = ""
+    fields: Mapping[str, Any] | None = None
     on_usage: Callable[[int, int], None] = lambda _prompt, _completion: None
 
     @property
     def body(self) -> Json:
         """It must not be dropped yet."""
         return self.held.content
-
-
-class Addition(enum.StrEnum):
-    """A field that the proxy adds to the decode leg's request; what it brings is taken out of the answer again."""
-
-    TOKEN_IDS = "return_token_ids"
-    """So that a broken stream can be continued on another node."""
-    USAGE = "include_usage"
-    """The final usage event."""
-
-
-NO_ADDITIONS = frozenset[Addition]()
-ONLY_TOKEN_IDS = frozenset({Addition.TOKEN_IDS})
-ONLY_USAGE = frozenset({Addition.USAGE})
-"""Streams share these: a set of one's own has 200 bytes, and an empty one too."""
 
 
 class LocalReason(enum.StrEnum):
@@ -219,30 +203,14 @@ class LocalReason(enum.StrEnum):
     """All pairs of one cohort are barred: they failed the known-answer test, or their tickets were of no use."""
     PREFILL_FAILED = "prefill_failed"
     """The failure table chose to compute on the decode node."""
-    UNDELIVERED = "undelivered"
-    """The decode node did not wait until its ticket was there."""
 
 
 class NotContinuableReason(enum.StrEnum):
-    """Why a broken stream cannot be continued on another node; `failures.NOT_CONTINUABLE` explains each."""
+    """Why a broken stream cannot be continued on another node; `failures.NOT_RESUMABLE` explains each."""
 
-    MESSAGES = "messages"
-    RESPONSES = "responses"
-    CHOICES = "choices"
-    PENALTIES = "penalties"
-    BAD_WORDS = "bad_words"
-    REASONING = "reasoning"
-    TOOL_CALLS = "tool_calls"
-    STRUCTURED_OUTPUT = "structured_output"
-    MEDIA = "media"
-    ECHO = "echo"
+    NO_JOURNAL = "no_journal"
     PROMPT_LOGPROBS = "prompt_logprobs"
     BEAM_SEARCH = "beam_search"
-    REPETITION_DETECTION = "repetition_detection"
-    WATERMARKING = "watermarking"
-    TOKEN_DETAILS = "token_details"
-    NO_TOKEN_IDS = "no_token_ids"
-    DIVERGED = "diverged"
     SERVER_TOOLS = "server_tools"
     RESPONSE_LOGPROBS = "response_logprobs"
     JOURNAL_SIZE = "journal_size"
@@ -266,11 +234,8 @@ class Shape(msgspec.Struct, frozen=True):
         choices: ``n``, at least 1: how many answers there are, so how many readers a hand-over has.
         stream: whether the answer comes as server-sent events.
         local: why it cannot be disaggregated, None where it can.
-        not_continuable: why a broken stream cannot be continued on another node by its token ids, None where it can.
-        not_resumable: why it cannot be resumed by its journal either, None where it can.
-        asked: which of our additions the client asked for itself, so that they stay in the answer.
-        held_back: characters that vLLM holds back for stop strings (the longest one's length less one).
-        greedy: temperature 0: computing the same tokens again gives the same tokens.
+        not_resumable: why a broken stream cannot be resumed by its journal, None where it can.
+        wants_usage: the client asked for the final usage event.
         longest: tokens that one answer may have; None where the context is the limit.
         prompt_tokens: about how many tokens the prompt has.
         most_prompt_tokens: how many it has at most; None where that is not known.
@@ -280,38 +245,24 @@ class Shape(msgspec.Struct, frozen=True):
     choices: int
     stream: bool
     local: LocalReason | None = None
-    not_continuable: NotContinuableReason | None = None
     not_resumable: NotContinuableReason | None = None
-    asked: frozenset[Addition] = NO_ADDITIONS
-    held_back: int = 0
-    greedy: bool = False
+    wants_usage: bool = False
     longest: int | None = None
     prompt_tokens: int = 0
     most_prompt_tokens: int | None = None
     media: bool = False
-
-    @property
-    def continuable(self) -> bool:
-        """Whether a broken stream can be continued, as far as this depends on the request."""
-        return self.not_continuable is None
-
-    @property
-    def additions(self) -> frozenset[Addition]:
-        """What the decode leg asks for beyond what the client asked for."""
-        wanted = self.stream and self.continuable and Addition.TOKEN_IDS not in self.asked
-        return ONLY_TOKEN_IDS if wanted else NO_ADDITIONS
 
 
 class LegForm(msgspec.Struct, frozen=True):
     """How a decode leg asks for its answer.
 
     Attributes:
-        additions: fields that the proxy adds.
+        adds_usage: the proxy asks for the usage event, and takes it out of the answer again.
         records: of a stream's journal so far, JSON values joined by commas; empty for a leg that resumes nothing.
     """
 
     route: StreamRoute = StreamRoute.ENDPOINT
-    additions: frozenset[Addition] = NO_ADDITIONS
+    adds_usage: bool = False
     records: bytes = b""
 
 
@@ -376,18 +327,3 @@ class SubRequest(msgspec.Struct, frozen=True, weakref=True):
         if own in self.request.headers:  # a lone prompt has the request's name
             return self.request.headers
         return (*[field for field in self.request.headers if field[0] != "x-request-id"], own)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Continuation:
-    """The point from which a broken stream is continued.
-
-    Attributes:
-        prompt_token_ids: the prompt, as the first node tokenized it.
-        produced_token_ids: the tokens to append to it; their text has reached the client.
-        forced: the text that a sampled continuation must begin with; a greedy one does so by itself.
-    """
-
-    prompt_token_ids: Sequence[int] | IdList
-    produced_token_ids: tuple[int, ...]
-    forced: str = ""

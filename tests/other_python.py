@@ -15,7 +15,7 @@ from tests.bench.interpreters import environment, interpreter
 
 TESTED = (
     *("admin", "app", "events", "intake", "legs", "nodes", "observe", "orchestration", "planning", "server"),
-    *("settings", "stream", "transport", "workers"),
+    *("settings", "stream", "transport"),
 )
 NEED_AN_ENGINE = ("tests/events/test_vllm_publisher.py",)
 PACKAGES = frozenset(

@@ -9,7 +9,6 @@ from pdproxy.lifecycle import TRANSITIONS, IllegalTransition, RequestLifecycle, 
 ROADS: dict[RequestState, list[Transition]] = {
     RequestState.PLANNING: [],
     RequestState.PREFILLING: [Transition.PREFILL],
-    RequestState.WAITING: [Transition.TOGETHER],
     RequestState.HANDING_OVER: [Transition.PREFILL, Transition.TICKET],
     RequestState.STREAMING: [Transition.LOCAL, Transition.FIRST_EVENT],
     RequestState.ENDED: [Transition.END],

@@ -19,7 +19,6 @@ from pdproxy.nodes.node import Role, State
 from pdproxy.observe.event_metrics import LAG
 from pdproxy.observe.labels import (
     Attempt,
-    Delivery,
     Forgotten,
     Outcome,
     Phase,
@@ -35,7 +34,6 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.refused_connections import RefusedConnections
 from pdproxy.observe.request_metrics import LABELS, SECONDS
 from pdproxy.request import Endpoint
-from pdproxy.workers.supervisor import SupervisorMetrics
 from tests.deploy.prometheus.alert_cases import CASES
 from tests.deploy.prometheus.queries import grouping, legend_labels, selectors, with_all_chosen
 
@@ -75,13 +73,11 @@ class RecordingRegistry(CollectorRegistry):
 @cache
 def of_the_proxy() -> dict[str, str]:
     """Type by name, as Prometheus sees it."""
-    one, several = CollectorRegistry(), CollectorRegistry()
-    Metrics(one)
-    one.register(DroppedLines(lambda: 0))
-    RefusedConnections(one)
-    SupervisorMetrics(several, 2)
-    families = [*one.collect(), *several.collect()]
-    return {family.name + ("_total" if family.type == "counter" else ""): family.type for family in families}
+    registry = CollectorRegistry()
+    Metrics(registry)
+    registry.register(DroppedLines(lambda: 0))
+    RefusedConnections(registry)
+    return {family.name + ("_total" if family.type == "counter" else ""): family.type for family in registry.collect()}
 
 
 def of_the_connector() -> dict[str, str]:
@@ -168,7 +164,6 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_requests_total", "outcome"): Outcome,
     ("pdproxy_rejected_total", "reason"): Rejection,
     ("pdproxy_releases_total", "outcome"): Attempt,
-    ("pdproxy_deliveries_total", "outcome"): Delivery,
     ("pdproxy_task_failures_total", "task"): Task,
     ("pdproxy_silence_probes_total", "role"): Role,
     ("pdproxy_silence_probes_total", "outcome"): SilenceOutcome,

@@ -31,14 +31,13 @@ class Offer:
     """A child's answer to how much it can load.
 
     `base`: the local hit, in tokens, that it was given and builds on. `tokens`: how many it would load beyond that;
-    0 for none, None while it is still looking. `awaited`: it waits for a ticket, which has a deadline of its own.
+    0 for none, None while it is still looking.
     """
 
     child: int
     base: int
     tokens: int | None
     weight: float = 1.0
-    awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +64,13 @@ def choose(offers: Sequence[Offer], *, shared: int, prompt: int, late: bool) -> 
     """The best offer; of two that are worth the same, the child's that is listed first.
 
     `shared`, `prompt`: tokens of the shared hit and of the whole request. `late`: the deadline for children that have
-    not decided is over; they count as having nothing, but for a ticket that is awaited. Before it they are waited for
-    only while they could win.
+    not decided is over; they count as having nothing. Before it they are waited for only while they could win.
     """
     best: Offer | None = None
     for offer in offers:
         if worth(offer, shared) > (0.0 if best is None else worth(best, shared)):
             best = offer
-    undecided = [offer for offer in offers if offer.tokens is None and (offer.awaited or not late)]
+    undecided = [offer for offer in offers if offer.tokens is None and not late]
     if any(_may_beat(offer, best, shared, prompt) for offer in undecided):
         return AskAgain()
     return ComputeHere() if best is None else LoadFrom(best)

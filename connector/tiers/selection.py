@@ -201,7 +201,7 @@ class ChildSelector:
             base = hit if child.completes_hybrid_hits else shared
             tokens, between_steps = child.connector.get_num_new_matched_tokens(request, base)
             tokens = self._usable(child, bounded_offer(tokens, base=base, prompt=request.num_tokens), between_steps)
-            offers.append(Offer(child.number, base, tokens, child.settings.weight, awaited=child.hands_over))
+            offers.append(Offer(child.number, base, tokens, child.settings.weight))
             asynchronous |= {child.number} if between_steps else set()
         return offers, asynchronous
 

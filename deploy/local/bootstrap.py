@@ -184,6 +184,17 @@ def steps(plan: Plan) -> list[tuple[str, Callable[[], None]]]:
     ]
 
 
+def make_pinned(plan: Plan, pins: Path) -> None:
+    """Install exactly the packages that a file of pins names, where the environment is not yet made of them."""
+    stamp, wanted = plan.venv / STAMP, pins.read_text(encoding="utf-8")
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        return
+    print(f"making {plan.venv} of {pins.name} (once) …", flush=True)
+    make_empty(plan)
+    run_first_that_works([pip(plan, "--no-deps", "-r", str(pins))])
+    stamp.write_text(wanted, encoding="utf-8")
+
+
 def make(plan: Plan) -> None:
     """Bring the environment to what the locks say."""
     began = time.monotonic()

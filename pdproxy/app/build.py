@@ -54,7 +54,7 @@ from pdproxy.planning.policies import policy_named
 from pdproxy.planning.rates import Rates
 from pdproxy.planning.shares import LimitsByKey
 from pdproxy.settings.model import ConfiguredNode, Settings
-from pdproxy.settings.types import BY_CACHE, FirstHandOver
+from pdproxy.settings.types import FirstHandOver, Routing
 from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
 
@@ -175,8 +175,6 @@ def _orchestration_context(
     tracer: Tracer | None,
 ) -> OrchestrationContext:
     config = orchestration_config(settings)
-    if settings.policy.routing not in BY_CACHE:
-        return OrchestrationContext(transport, pool, metrics, clock, config, key_limits=limits, tracer=tracer)
     return OrchestrationContext(
         transport,
         pool,
@@ -184,7 +182,7 @@ def _orchestration_context(
         clock,
         config,
         rates=rates,
-        prefix_source=source,
+        prefix_source=source if settings.policy.routing is Routing.CACHE else None,
         key_limits=limits,
         tracer=tracer,
     )
@@ -199,10 +197,8 @@ def orchestration_config(settings: Settings) -> OrchestrationConfig:
         decode_headers=deadlines.decode_headers,
         stall=deadlines.stall,
         release=deadlines.release,
-        delivery=deadlines.delivery,
         on_prefill_failure=policy.on_prefill_failure,
         on_no_decode=policy.on_no_decode,
-        legs=policy.legs,
         retries=policy.retries,
         migrations=policy.migrations,
         local_below_tokens=policy.local_below_tokens,

@@ -13,7 +13,7 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.planning.rates import Rates
 from pdproxy.request import Json
 from pdproxy.settings.model import Settings
-from pdproxy.settings.types import BY_CACHE, ReadEvents
+from pdproxy.settings.types import ReadEvents, Routing
 from pdproxy.transport.port import Transport
 
 if TYPE_CHECKING:
@@ -73,4 +73,4 @@ def kv_events(
 
 def _wanted(settings: Settings) -> bool:
     read = settings.events.read
-    return read is ReadEvents.ON or (read is ReadEvents.AUTO and settings.policy.routing in BY_CACHE)
+    return read is ReadEvents.ON or (read is ReadEvents.AUTO and settings.policy.routing is Routing.CACHE)

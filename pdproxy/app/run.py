@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import os
+import socket
 
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
@@ -16,7 +17,8 @@ from pdproxy.observe.labels import WatchedSetting
 from pdproxy.observe.logs import DroppedLines, LineHandler, configure_process
 from pdproxy.server.server import OPERATORS_GRACE, Server, bind, http_config, raise_file_limit, tune_collector
 from pdproxy.server.server import serve as serve_ports
-from pdproxy.settings.model import Settings
+from pdproxy.settings.model import Listen, Settings
+from pdproxy.settings.types import ReusePort
 
 _LOG = logging.getLogger("pdproxy")
 
@@ -49,13 +51,24 @@ async def _serve(settings: Settings, log: LineHandler) -> None:
 def _ports(settings: Settings, running: Proxy) -> tuple[Server, Server]:
     listen = settings.listen
     check_pair(listen.tls_certificate, listen.tls_key)
-    clients = bind(listen.host, listen.port, "listen.port")
+    # The clients' port comes last: where it is shared, the kernel gives it connections at once, which would be lost if
+    # the process could not start.
+    operators = _operators_port(listen)
     try:
-        operators = bind(listen.admin_host, listen.admin_port, "listen.admin_port")
+        clients = bind(listen.host, listen.port, "listen.port", listen.reuse_port)
     except SettingsError:
-        clients.close()
+        operators.close()
         raise
     return Server(clients_config(settings, running), clients), Server(operators_config(settings, running), operators)
+
+
+def _operators_port(listen: Listen) -> socket.socket:
+    try:
+        return bind(listen.admin_host, listen.admin_port, "listen.admin_port")
+    except SettingsError as error:
+        if listen.reuse_port is ReusePort.OFF:
+            raise
+        raise SettingsError(f"{error} Proxies that share listen.port need a listen.admin_port each.") from error
 
 
 def clients_config(settings: Settings, running: Proxy) -> uvicorn.Config:

@@ -53,13 +53,11 @@ class _Rendered(msgspec.Struct, gc=False):
 
 
 def given_ids(sub_request: SubRequest) -> Sequence[int] | None:
-    """The ids that the request itself has: a completion's prompt, or those of a continued stream."""
+    """The ids that the request itself has as its prompt."""
     if sub_request.text is not None:
         first = sub_request.text.ids
         return first if len(first) == sub_request.shape.prompt_tokens else None
-    own = sub_request.body.get("kv_transfer_params")
-    ids = own.get("prompt_token_ids") if isinstance(own, dict) else None
-    ids = value_of(sub_request.body.get("prompt") if ids is None else ids)
+    ids = value_of(sub_request.body.get("prompt"))
     return ids if isinstance(ids, list) and ids and all(type(each) is int for each in ids) else None
 
 

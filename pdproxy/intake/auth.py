@@ -15,8 +15,7 @@ from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import rejected_error
 from pdproxy.planning.shares import NO_LIMITS, KeyLimits, LimitsByKey
-from pdproxy.raw_json import value_of
-from pdproxy.request import HOP_BY_HOP, Headers, Json, header
+from pdproxy.request import HOP_BY_HOP, Headers, header
 from pdproxy.settings.types import Credential
 
 
@@ -217,16 +216,15 @@ PRIORITY_HEADER = "x-vllm-priority"
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
-def priority_of(headers: Headers, body: Json) -> int:
-    """A request's priority, smaller first: the header goes before the body's field, as in vLLM 0.32; 0 without.
+def priority_of(headers: Headers, field: int) -> int:
+    """A request's priority, smaller first: the header goes before the body's ``field``, as in vLLM 0.32.
 
     Both go on to the nodes, which heed them with ``--scheduling-policy priority`` and ignore them without (0.32).
     """
     theirs = header(headers, PRIORITY_HEADER)
     if theirs and _WHOLE_NUMBER.fullmatch(theirs.strip()):
         return int(theirs)
-    priority = value_of(body.get("priority"))
-    return priority if isinstance(priority, int) else 0
+    return field
 
 
 def headers_for_node(headers: Headers, request_id: str, credential: Credential, own: str) -> Headers:

@@ -44,20 +44,21 @@ from pdproxy.intake.request_context import (
 from pdproxy.intake.session import session_of
 from pdproxy.intake.sse_keep_alive import answer_with_comments
 from pdproxy.legs.form import FORM, model_in_form
-from pdproxy.legs.parse import LARGE, model_of, parse, parsing, reading, scrub
+from pdproxy.legs.lax_fields import UnreadableField
+from pdproxy.legs.parse import LARGE, checked_fields, model_in, model_of, parse, reading, scrub
 from pdproxy.legs.turns import in_turns
 from pdproxy.nodes.pool import Pool
-from pdproxy.orchestration.client_errors import BUG, shutting_down_error
+from pdproxy.orchestration.client_errors import BUG, only_model, shutting_down_error
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
-from pdproxy.raw_json import value_of
+from pdproxy.raw_json import Steps, at_once
 from pdproxy.request import ClientRequest, Endpoint, Headers, HeldBody, Json, header, media_type, write_json
 from pdproxy.response import EXCHANGE_EXTENSION, ProxyResponse
-from pdproxy.settings.types import BY_CACHE, Credential, Routing
+from pdproxy.settings.types import Credential, Routing
 
 _LOG = logging.getLogger("pdproxy.intake")
-_BY_SESSION = BY_CACHE | {Routing.SESSION}
+_BY_SESSION = frozenset({Routing.CACHE, Routing.SESSION})
 NOT_TAKEN = (ClientError, ClientGone, asyncio.CancelledError)
 """What ends a request before the orchestrator has it; from then on the orchestrator logs its end."""
 
@@ -80,7 +81,7 @@ class HandlerConfig:
     request_seconds: float
     credential: Credential
     own: Secret
-    routing: Routing = Routing.LEAST_LOADED
+    routing: Routing = Routing.CACHE
     sse_keep_alive: float = 0.0
 
 
@@ -138,20 +139,24 @@ class RequestHandler:
                 raw = self._read_at_once(context, admitted.reservation)
                 if raw is None:
                     raw = await self._read(context, admitted.reservation)
-                body = parse(endpoint, raw) if len(raw) <= LARGE else await in_turns(parsing(endpoint, raw))
-                held = HeldBody[Json](scrub(body), admitted.reservation.close)
-                request = self._request(context, endpoint, held, arrived, watcher, admitted.api_key)
-                if admitted.charge is not None:
+                steps = self._understanding(context, endpoint, raw, arrived, admitted, watcher)
+                request = at_once(steps) if len(raw) <= LARGE else await in_turns(steps)
+                if admitted.charge is not None and isinstance(request, ClientRequest):
                     request = await self._charged(request, admitted.charge)
             except NOT_TAKEN as error:
                 self.not_taken(context, error, admitted.api_key.name)
                 raise
-            del raw, body  # `held` lets them go while the answer is on its way
+            del raw, steps  # the request lets its body go while the answer is on its way
             with watcher:
-                answer = self.orchestrator.answer(request)
-                if request.stream and self.config.sse_keep_alive:
-                    answer = answer_with_comments(context, answer, self.config.sse_keep_alive)
-                await self._respond(context, await answer, admitted.charge)
+                await self._respond(context, await self._answer(context, request), admitted.charge)
+
+    def _answer(self, context: RequestContext, request: ClientRequest | ForwardRequest) -> Awaitable[ProxyResponse]:
+        if isinstance(request, ForwardRequest):
+            return self.orchestrator.forward(request)
+        answer = self.orchestrator.answer(request)
+        if request.stream and self.config.sse_keep_alive:
+            return answer_with_comments(context, answer, self.config.sse_keep_alive)
+        return answer
 
     async def forward(self, context: RequestContext) -> None:
         """Have one node answer a request that the proxy does not understand.
@@ -177,17 +182,8 @@ class RequestHandler:
         raw = await self._read(context, admitted.reservation)
         if context.path in routes.SCRUBBED:
             raw = write_json(scrub(await in_turns(reading(raw))))
-        return ForwardRequest(
-            request_id=context.request_id,
-            method=context.method,
-            path=f"{context.path}?{context.query}" if context.query else context.path,
-            headers=self._node_headers(context),
-            held=HeldBody(raw, admitted.reservation.close),
-            model=await _forwarded_model(context.headers, raw),
-            deadline=arrived + self.config.request_seconds,
-            left=watcher.left,
-            api_key=admitted.api_key.name,
-        )
+        held, model = HeldBody(raw, admitted.reservation.close), await _forwarded_model(context.headers, raw)
+        return self._forward_request(context, held, model, arrived, watcher, admitted.api_key)
 
     def not_taken(self, context: RequestContext, error: BaseException, key: str = "") -> None:
         """Count and log a request that ends before the orchestrator has it: one of `NOT_TAKEN` was raised."""
@@ -199,9 +195,43 @@ class RequestHandler:
             case _:
                 self.not_taken(context, shutting_down_error(), key)
 
+    def _understanding(
+        self,
+        context: RequestContext,
+        endpoint: Endpoint,
+        raw: bytes,
+        arrived: float,
+        admitted: _Admitted,
+        watcher: DisconnectWatcher,
+    ) -> Steps[ClientRequest | ForwardRequest]:
+        """What a body asks for; one with a field that cannot be read is for one node to refuse."""
+        body, model = scrub(parse(raw) if len(raw) <= LARGE else (yield from reading(raw))), ""
+        api_key, free = admitted.api_key, admitted.reservation.close
+        try:
+            model = model_in(endpoint, body)
+            fields = yield from checked_fields(endpoint, body)
+        except UnreadableField:
+            return self._forward_request(context, HeldBody(write_json(body), free), model, arrived, watcher, api_key)
+        by_session = self.config.routing in _BY_SESSION
+        return ClientRequest(
+            request_id=context.request_id,
+            endpoint=endpoint,
+            held=HeldBody[Json](body, free),
+            headers=self._node_headers(context),
+            model=model or only_model(self.pool.snapshot()),
+            stream=bool(fields.get("stream")),
+            priority=priority_of(context.headers, fields.get("priority", 0)),
+            arrived=arrived,
+            deadline=arrived + self.config.request_seconds,
+            left=watcher.left,
+            session=session_of(context.headers, body, api_key.name) if by_session else None,
+            api_key=api_key.name,
+            fields=fields,
+        )
+
     async def _charged(self, request: ClientRequest, charge: RateCharge) -> ClientRequest:
         """The request, whose tokens count against its key's rates."""
-        charge.expect(*await self.orchestrator.expected_tokens(request.endpoint, request.body))
+        charge.expect(*await self.orchestrator.expected_tokens(request))
         return msgspec.structs.replace(request, on_usage=charge.used)
 
     def _admitted(self, context: RequestContext) -> _Admitted:
@@ -260,26 +290,22 @@ class RequestHandler:
             text = f"The body did not arrive within {self.config.upload_seconds:g} s."
             raise ClientError(408, text, code="upload_timeout", headers=(("connection", "close"),)) from None
 
-    def _request(
+    def _forward_request(
         self,
         context: RequestContext,
-        endpoint: Endpoint,
-        held: HeldBody[Json],
+        held: HeldBody[bytes],
+        model: str,
         arrived: float,
         watcher: DisconnectWatcher,
         api_key: ApiKey,
-    ) -> ClientRequest:
-        body = held.content
-        return ClientRequest(
+    ) -> ForwardRequest:
+        return ForwardRequest(
             request_id=context.request_id,
-            endpoint=endpoint,
-            held=held,
+            method=context.method,
+            path=f"{context.path}?{context.query}" if context.query else context.path,
             headers=self._node_headers(context),
-            model=str(value_of(body["model"])),
-            stream=value_of(body.get("stream")) is True,
-            priority=priority_of(context.headers, body),
-            session=session_of(context.headers, body, api_key.name) if self.config.routing in _BY_SESSION else None,
-            arrived=arrived,
+            held=held,
+            model=model,
             deadline=arrived + self.config.request_seconds,
             left=watcher.left,
             api_key=api_key.name,

@@ -56,7 +56,7 @@ WITHHELD: Mapping[str, str] = {
     **dict.fromkeys(("/inference/v1/generate", "/inference/v1/abort_requests", "/cohere/v2/chat/render"), _SCALE_OUT),
     **{f"{endpoint}/render": _SCALE_OUT for endpoint in Endpoint},
     **dict.fromkeys(("/v1/completions/derender", "/v1/chat/completions/derender"), _SCALE_OUT),
-    **dict.fromkeys(("/v1/pdproxy/streams", "/v1/pdproxy/tickets", "/v1/pdproxy/alive"), _OURS),
+    **dict.fromkeys(("/v1/pdproxy/streams", "/v1/pdproxy/alive"), _OURS),
     "/v1/responses/{response_id}": "responses are not kept between requests",
     "/v1/responses/{response_id}/cancel": "responses are not kept between requests",
     "/v1/realtime": "websockets are not served here",

@@ -1,4 +1,4 @@
-"""The HTTP calls to nodes: the prefill leg, the decode leg, the delivery of a ticket, the release of a hand-over."""
+"""The HTTP calls to nodes: the prefill leg, the decode leg, the release of a hand-over."""
 
 import asyncio
 import os
@@ -8,11 +8,12 @@ import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import is_aborted
+from pdproxy.legs.lax_fields import read_field
 from pdproxy.legs.node_headers import for_client
 from pdproxy.legs.parse import LARGE
-from pdproxy.legs.rewrite import delivery_body, release_body, resume_body
+from pdproxy.legs.rewrite import release_body, resume_body
 from pdproxy.nodes.node import Node
-from pdproxy.raw_json import LIST, SMALL, first_byte, kind_of_items, value_of
+from pdproxy.raw_json import LIST, SMALL, first_byte, kind_of_items
 from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, media_type, read_json, write_json
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
 from pdproxy.usage import read_usage
@@ -22,10 +23,8 @@ FAULT_BODY_BYTES = 64 * 1024
 ANSWER_BYTES = 256 * 1024 * 1024
 """The longest answer that is read whole: token ids and log-probabilities of a long prompt fit."""
 EVENT_STREAM = "text/event-stream"
-TICKETS_PATH = "/v1/pdproxy/tickets"
 STREAMS_PATH = "/v1/pdproxy/streams"
 """Before the path of an endpoint: the same endpoint, its streams with a journal."""
-_ACCEPTED = 202
 _OF_THE_LEG = frozenset({"content-type", "accept", "accept-encoding"})
 """Headers of a client that say nothing of a leg's own body and answer."""
 _LEG_HEADERS = (("content-type", "application/json"), ("accept-encoding", "identity"))
@@ -44,7 +43,7 @@ whether it used the ticket. The connector does not look at it, and no signature 
 
 
 def new_hand_over_id() -> str:
-    """A new id of a hand-over, or of a leg that waits: 128 bits of the system's randomness, in hex."""
+    """A new id of a hand-over: 128 bits of the system's randomness, in hex."""
     return os.urandom(16).hex()
 
 
@@ -53,9 +52,12 @@ _OBJECTS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
-    """The ticket for the decode leg; where the prefill node tells, how many of how many prompt tokens were cached."""
+    """The ticket for the decode leg; where the prefill node tells, how many of how many prompt tokens were cached.
 
-    ticket: Json
+    The ticket is raw JSON: it is written once and kept as long as the stream, and parsed it has three times the bytes.
+    """
+
+    ticket: msgspec.Raw
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
 
@@ -88,7 +90,7 @@ def read_prefill(endpoint: Endpoint, answer: Json) -> PrefillAnswer:
     if not isinstance(params, dict) or not params:
         raise_if_aborted(endpoint, answer)
         raise NodeFault(Fault.NO_TICKET, "the prefill answer carries no kv_transfer_params")
-    ticket = {key: value for key, value in params.items() if key != _CACHED_HINT}
+    ticket = msgspec.Raw(write_json({key: value for key, value in params.items() if key != _CACHED_HINT}))
     hint, usage = params.get(_CACHED_HINT), read_usage(answer.get("usage"))
     prompt = None if usage is None else usage.prompt
     if isinstance(hint, int):
@@ -121,34 +123,15 @@ async def decode(
             raise NodeFault(Fault.NO_ROUTE, f"status {fault.status} from {path}", status=fault.status) from fault
         raise
     kind = media_type(response.headers)
-    if bool(value_of(body.get("stream"))) == (kind == EVENT_STREAM):
+    stream = bool(read_field(endpoint, body, "stream"))
+    if stream == (kind == EVENT_STREAM):
         return response
     await response.aclose()
-    raise NodeFault(
-        Fault.INVALID_BODY, f"asked for stream={value_of(body.get('stream'))} and got {kind or 'no content type'}"
-    )
+    raise NodeFault(Fault.INVALID_BODY, f"asked for stream={stream} and got {kind or 'no content type'}")
 
 
 def _left_to_endpoint(fault: NodeFault) -> bool:
     return fault.status in (404, 405) or (fault.status == 400 and _NOT_RESUMABLE in fault.body)
-
-
-async def deliver_ticket(
-    transport: Transport, node: Node, wait_id: str, ticket: Json | None, headers: Headers, timeouts: Timeouts
-) -> None:
-    """Bring a ticket to the decode leg that waits on this node; None: it is to compute. Harmless if it has gone.
-
-    Raises:
-        NodeFault: any fault; CLIENT_ERROR where the node does not know the path, INVALID_BODY for what is no 202.
-    """
-    response = await _post(transport, node, TICKETS_PATH, delivery_body(wait_id, ticket), headers, timeouts)
-    await raise_for_status(response)
-    try:
-        await read_to_end(response, FAULT_BODY_BYTES)
-    finally:
-        await response.aclose()
-    if response.status != _ACCEPTED:
-        raise NodeFault(Fault.INVALID_BODY, f"a delivery was answered with status {response.status}")
 
 
 async def release(
@@ -240,9 +223,9 @@ async def read_answer(response: HttpResponse, limit: int = ANSWER_BYTES) -> dict
         await response.aclose()
 
 
-def prompt_digest(ticket: Json) -> str:
+def prompt_digest(ticket: msgspec.Raw) -> str:
     """The digest of the prompt that a ticket of our connector is for; "" of any other ticket."""
-    ours = ticket.get(_OUR_FIELDS)
+    ours = read_json(bytes(ticket)).get(_OUR_FIELDS)
     digest = ours.get("digest") if isinstance(ours, dict) else None
     return digest if isinstance(digest, str) else ""
 

@@ -78,8 +78,6 @@ def facts_of(endpoint: Endpoint, body: Json) -> PromptFacts:
 
 def small_facts(endpoint: Endpoint, body: Json) -> PromptFacts | None:
     """Of a prompt that is decoded to be looked at; None for any other."""
-    if "kv_transfer_params" in body:  # of a stream that is continued
-        return None
     text_bytes, media, most = 0, False, None
     for name in PROMPT_FIELDS:
         if name not in body:
@@ -98,8 +96,7 @@ def small_facts(endpoint: Endpoint, body: Json) -> PromptFacts | None:
 
 
 def long_facts(endpoint: Endpoint, body: Json) -> Steps[PromptFacts]:
-    own = body.get("kv_transfer_params")
-    ids = own.get("prompt_token_ids") if isinstance(own, dict) else body.get("prompt")
+    ids = body.get("prompt")
     count = yield from _id_count(ids)
     if count:
         long = isinstance(ids, Raw) and len(ids) > SMALL

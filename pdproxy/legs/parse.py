@@ -2,16 +2,18 @@
 
 A body is a mapping of names to raw JSON (`raw_json`): it makes no objects, whatever a client sends, and goes to nodes
 as it came but for the names that are taken out or replaced. Of a request that goes to one node as it is only the model
-is read.
+is read. A body with a field that the proxy needs and cannot read (`UnreadableField`) goes to one node as it is, too,
+which refuses it in its own words.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import TypeGuard
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from pdproxy.errors import ClientError
+from pdproxy.legs.lax_fields import UnreadableField, read_fields
 from pdproxy.raw_json import (
     LIST,
     MOST_FIELDS,
@@ -30,7 +32,6 @@ from pdproxy.raw_json import (
 )
 from pdproxy.request import Endpoint, Json, write_json
 
-TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
 """Where keys and values lie, which only a node may set; and vLLM's switch (among a request's extra arguments) that has
 a node publish blocks that it hits as if they were new ones, so that proxies take it to hold more than it does."""
@@ -48,37 +49,24 @@ LARGE = 128 * 1024
 """Bytes above which a body is read in steps; below, all of it takes less than a millisecond."""
 
 
-def parse(endpoint: Endpoint, raw: bytes) -> dict[str, msgspec.Raw]:
-    """The names and the raw values of the JSON object in ``raw``, the fields that the proxy relies on checked.
+def parse(raw: bytes) -> dict[str, msgspec.Raw]:
+    """The names and the raw values of the JSON object in ``raw``; none of them is checked.
 
-    For up to `LARGE` bytes; more are read by `parsing`.
+    For up to `LARGE` bytes; more are read by `reading`.
 
     Raises:
-        ClientError: 400, with the field at fault in ``param``; 404 for a model's name that is too long to be one.
+        ClientError: 400 for no JSON object.
     """
     try:
         if not raw.isascii():
             at_once(check_utf8(raw))
-        body = small_fields_of(raw)
+        return small_fields_of(raw)
     except _UNREADABLE as error:
         raise _no_object(error) from error
-    _check(endpoint, body)
-    if (prompts := _several(endpoint, body)) is not None:
-        at_once(_check_prompts(prompts))
-    return body
-
-
-def parsing(endpoint: Endpoint, raw: bytes) -> Steps[dict[str, msgspec.Raw]]:
-    """As `parse`, in steps."""
-    body = yield from reading(raw)
-    _check(endpoint, body)
-    if (prompts := _several(endpoint, body)) is not None:
-        yield from _check_prompts(prompts)
-    return body
 
 
 def reading(raw: bytes) -> Steps[dict[str, msgspec.Raw]]:
-    """The fields of a body, in steps; none of them is checked. Raises the `ClientError` 400 for no JSON object."""
+    """As `parse`, in steps."""
     try:
         yield from check_utf8(raw)
         yield
@@ -103,23 +91,17 @@ def _no_object(error: Exception) -> ClientError:
     return _bad(None, why)
 
 
-def _check(endpoint: Endpoint, body: Json) -> None:
-    """Check the fields that the proxy relies on, but for a list of prompts, which may be long."""
-    _check_model(body)
-    _check_kinds(body)
-    if endpoint is Endpoint.RESPONSES:
-        _check_stateless(body)
+def model_in(endpoint: Endpoint, body: Json) -> str:
+    """The ``model`` of a body; "" where it names none, which is the model that a node serves (as in vLLM).
 
-
-def _several(endpoint: Endpoint, body: Json) -> msgspec.Raw | None:
-    """A completion's prompt that is a list: of token ids, or of prompts."""
-    prompt = body.get("prompt") if endpoint is Endpoint.COMPLETIONS else None
-    return prompt if isinstance(prompt, msgspec.Raw) and first_byte(prompt) == LIST else None
-
-
-def _check_model(body: Json) -> None:
-    if not model_name(body.get("model")):
-        raise _bad("model", "`model` must be the name of a model; GET /v1/models lists them.")
+    Raises:
+        ClientError: 404 for a name that is too long to be one.
+        UnreadableField: it is no text, or an endpoint that requires one has none.
+    """
+    name = model_name(body.get("model"))
+    if not name and (endpoint is Endpoint.MESSAGES or value_of(body.get("model")) not in (None, "")):
+        raise UnreadableField("model")
+    return name
 
 
 def model_name(value: object) -> str:
@@ -127,18 +109,22 @@ def model_name(value: object) -> str:
     name = value_of(value)
     long_text = isinstance(name, msgspec.Raw) and first_byte(name) == TEXT
     if long_text or (isinstance(name, str) and len(name) > LONGEST_MODEL):
-        why = f"The model does not exist: no name has more than {LONGEST_MODEL} characters. GET /v1/models lists them."
-        raise ClientError(404, why, kind="NotFoundError", code="model_not_found", param="model")
+        raise unknown_model(f"The model does not exist: no name has more than {LONGEST_MODEL} characters.")
     return name if isinstance(name, str) else ""
+
+
+def unknown_model(message: str) -> ClientError:
+    """404, as vLLM writes it."""
+    return ClientError(404, message, kind="NotFoundError", code=404, param="model")
 
 
 def scrub(body: Json) -> dict[str, object]:
     """A copy without what only nodes may set, wherever it hides.
 
     Raises:
-        ClientError: 400 for prompt embeddings: a ticket cannot be checked against them.
+        ClientError: 400 for prompt embeddings: a ticket cannot be checked against them. An empty list has none.
     """
-    if any(value_of(body.get(key)) is not None for key in EMBEDS):
+    if any(value_of(body.get(key)) not in (None, []) for key in EMBEDS):
         raise _bad("prompt_embeds", "`prompt_embeds` is not served here; send the prompt as text or token ids.")
     kept = {key: value for key, value in body.items() if key not in FORBIDDEN and not key.startswith("pdproxy_")}
     for carrier in CARRIERS:
@@ -167,52 +153,47 @@ def _without(value: object) -> object:
     return [_without(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+def checked_fields(endpoint: Endpoint, body: Json) -> Steps[Mapping[str, Any]]:
+    """What the proxy looks at, by name: see `lax_fields`.
+
+    Raises:
+        ClientError: 400 for what is not served here, and for a list of prompts that is none.
+        UnreadableField: one of them cannot be read.
+    """
+    fields = read_fields(endpoint, body)
+    if endpoint is Endpoint.RESPONSES:
+        _check_stateless(body, fields)
+    elif endpoint is Endpoint.COMPLETIONS:
+        yield from _check_prompts(body.get("prompt"))
+    return fields
 
 
-_KINDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    **dict.fromkeys(TOKEN_LIMITS, (lambda value: _is_int(value) and value >= 0, "a whole number, 0 or more")),
-    "stream": (lambda value: isinstance(value, bool), "true or false"),
-    "n": (lambda value: _is_int(value) and value >= 1, "a whole number, 1 or more"),
-    "priority": (_is_int, "a whole number"),
-    "stream_options": (lambda value: isinstance(value, dict), "an object"),
-}
-"""What fields must be that the proxy relies on, where they are not null."""
-
-
-def _check_kinds(body: Json) -> None:
-    for field, (fits, kind) in _KINDS.items():
-        if field in body:
-            value = value_of(body[field])
-            if value is not None and not fits(value):
-                raise _bad(field, f"`{field}` must be {kind}.")
-
-
-def _check_prompts(prompt: msgspec.Raw) -> Steps[None]:
+def _check_prompts(prompt: object) -> Steps[None]:
+    """Of a list: it must be of token ids, or of prompts. Nodes write an error for each value that is of neither."""
+    if not isinstance(prompt, msgspec.Raw) or first_byte(prompt) != LIST:
+        return
     kind = kind_of_items(prompt)
     if kind == b"]":
         return
     if kind in (b'"', b"["):
         prompts = first_items(prompt)
         if any(first_byte(each) != kind[0] for each in prompts):
-            raise invalid_prompt()
+            raise _invalid_prompt()
         if len(prompts) > MAX_PROMPTS:
             raise _bad("prompt", f"`prompt` holds more than the {MAX_PROMPTS} prompts that are served in one request.")
     elif not (yield from count_ids(prompt)):
-        raise invalid_prompt()
+        raise _invalid_prompt()
 
 
-def invalid_prompt() -> ClientError:
-    """The error for a prompt of no known kind."""
+def _invalid_prompt() -> ClientError:
     return _bad("prompt", "`prompt` must be a string, a list of strings, token ids, or a list of lists of them.")
 
 
-def _check_stateless(body: Json) -> None:
+def _check_stateless(body: Json, fields: Json) -> None:
     if value_of(body.get("previous_response_id")) is not None:
         why = "Responses are not kept between requests: send the whole conversation in `input`."
         raise _bad("previous_response_id", f"`previous_response_id` is not served here. {why}")
-    if value_of(body.get("background")):
+    if fields.get("background"):
         raise _bad("background", "`background` is not served here; use `stream` and keep the connection open.")
 
 

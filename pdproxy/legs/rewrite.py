@@ -1,14 +1,13 @@
-"""The bodies that go to nodes: of both legs, delivery, release, continued stream. Pure; nothing else writes them.
+"""The bodies that go to nodes: of both legs, resumed stream, release. Pure; nothing else writes them.
 
 A hand-over id is what the proxy calls a prefill leg: with it the node can be asked to free whatever that leg holds,
 before, during and after the leg. It must be unguessable, and each leg gets a new one.
 """
 
-from collections.abc import Sequence
+import msgspec
 
-from pdproxy.legs.shape import COMPLETIONS_DEFAULT_TOKENS
-from pdproxy.raw_json import IdList, value_of
-from pdproxy.request import Addition, Continuation, Endpoint, Json
+from pdproxy.raw_json import value_of
+from pdproxy.request import Endpoint, Json
 
 DROPPED = frozenset(
     {
@@ -36,29 +35,36 @@ ONE_TOKEN = {
     Endpoint.RESPONSES: ("max_output_tokens",),
 }
 
+CALL_NO_TOOL = {"type": "none"}
+"""In the place of a named tool, for messages: vLLM decodes the call's arguments as JSON, and refuses a request whose
+only token is their beginning. The prompt has its tools all the same, but on nodes with
+`--exclude-tools-when-tool-choice-none`, where the ticket is of another prompt then and the decode node computes."""
 
-def prefill_body(
-    endpoint: Endpoint, body: Json, hand_over_id: str, readers: int, send_ticket: Json | None = None
-) -> dict[str, object]:
+
+def prefill_body(endpoint: Endpoint, body: Json, hand_over_id: str, readers: int) -> dict[str, object]:
     """Ask for exactly one token and for a ticket that so many ``readers`` (``n``) will use.
 
-    ``body`` is scrubbed and of one prompt, or what `continuation_body` made. ``send_ticket``: what `sent_to` made.
+    ``body`` is scrubbed and of one prompt.
     """
     leg = {key: value for key, value in body.items() if key not in DROPPED}
     if "n" in leg:
         leg["n"] = 1
     if endpoint is Endpoint.RESPONSES:
         leg["store"] = False
+    if endpoint is Endpoint.MESSAGES and _names_a_tool(leg):
+        leg["tool_choice"] = CALL_NO_TOOL
     leg.update(dict.fromkeys(ONE_TOKEN[endpoint], 1))
-    params = _prefill_params(body, hand_over_id, readers)
-    leg["kv_transfer_params"] = params if send_ticket is None else {**params, "pdproxy_send_ticket": send_ticket}
+    leg["kv_transfer_params"] = _prefill_params(hand_over_id, readers)
     return leg
 
 
-def _prefill_params(body: Json, hand_over_id: str, readers: int) -> dict[str, object]:
-    own = body.get("kv_transfer_params")
-    params: dict[str, object] = dict(own) if isinstance(own, dict) else {}
-    params |= {"do_remote_decode": True, "do_remote_prefill": False}
+def _names_a_tool(body: Json) -> bool:
+    choice = value_of(body.get("tool_choice"))
+    return isinstance(choice, dict) and choice.get("type") == "tool"
+
+
+def _prefill_params(hand_over_id: str, readers: int) -> dict[str, object]:
+    params: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
     # Stock connectors read these keys; None says that there is nothing to read yet.
     params |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
     params["pdproxy_hand_over"] = hand_over_id
@@ -72,25 +78,14 @@ def release_body(model: str, hand_over_id: str) -> dict[str, object]:
     return {"model": model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"pdproxy_release": hand_over_id}}
 
 
-def decode_body(
-    endpoint: Endpoint, body: Json, ticket: Json | None, additions: frozenset[Addition]
-) -> dict[str, object]:
-    """What the client sent (or `continuation_body` made), with our additions and the ticket, unchanged.
+def decode_body(body: Json, ticket: msgspec.Raw | None) -> dict[str, object]:
+    """What the client sent, with the ticket. Without one the decode node computes the prompt."""
+    return dict(body) if ticket is None else {**body, "kv_transfer_params": ticket}
 
-    Without a ticket the decode node computes the prompt. Only completions and chat know the additions.
-    """
-    leg = dict(body)
-    own = body.get("kv_transfer_params")
-    if ticket is not None:
-        leg["kv_transfer_params"] = {**own, **ticket} if isinstance(own, dict) else dict(ticket)
-    if endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
-        return leg
-    if Addition.TOKEN_IDS in additions:
-        leg["return_token_ids"] = True
-    if Addition.USAGE in additions:
-        options = value_of(leg.get("stream_options"))
-        leg["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
-    return leg
+
+def with_usage(leg: Json) -> dict[str, object]:
+    """A decode leg's body that asks for the usage event too; one without ``stream_options`` of its own."""
+    return {**leg, "stream_options": {"include_usage": True}}
 
 
 def resume_body(body: bytes, records: bytes) -> bytes:
@@ -99,77 +94,3 @@ def resume_body(body: bytes, records: bytes) -> bytes:
     ``body`` is a JSON object that is not empty; ``records`` are JSON values joined by commas.
     """
     return body.removesuffix(b"}") + b',"pdproxy_resume":{"records":[' + records + b"]}}"
-
-
-def waiting(wait_id: str, seconds: float) -> dict[str, object]:
-    """In the place of a ticket for `decode_body`: the node waits for the ticket, to be delivered under this id.
-
-    ``wait_id`` must be unguessable, and new for each leg. After so many seconds the node computes the prompt by itself.
-    """
-    return {"pdproxy_wait": {"id": wait_id, "seconds": seconds}}
-
-
-def sent_to(wait_id: str, addresses: Sequence[str]) -> dict[str, object]:
-    """For `prefill_body`: the node sends the ticket itself, too, to the engines that publish these addresses."""
-    return {"id": wait_id, "addresses": list(addresses)}
-
-
-def delivery_body(wait_id: str, ticket: Json | None) -> dict[str, object]:
-    """Bring a ticket to the decode leg that waits under this id; None says that there is none: compute now."""
-    return {"id": wait_id, "kv_transfer_params": ticket}
-
-
-SYNTAX = frozenset("\\^$.|?*+()[]{}/-")
-"""What a pattern must escape to mean the character itself."""
-
-
-def continuation_body(endpoint: Endpoint, body: Json, continuation: Continuation) -> dict[str, object]:
-    """A body whose prompt is the old one and all tokens so far, allowed what is left.
-
-    Completions take token ids as their prompt; chat takes them in ``kv_transfer_params.prompt_token_ids``, which
-    `prefill_body` and `decode_body` keep. A seed is advanced, so that the same random numbers are not drawn again.
-    Where the client has a part of a token's text, a grammar makes a sampled continuation begin with that text.
-    """
-    if endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
-        raise ValueError(f"a stream of {endpoint} cannot be continued")
-    rest = dict(body)
-    prompt, produced = continuation.prompt_token_ids, continuation.produced_token_ids
-    _put_prompt(endpoint, rest, prompt.followed_by(produced) if isinstance(prompt, IdList) else [*prompt, *produced])
-    _spend(endpoint, rest, len(continuation.produced_token_ids))
-    if continuation.forced:
-        rest["structured_outputs"] = {"regex": beginning_with(continuation.forced)}
-    return rest
-
-
-def beginning_with(text: str) -> str:
-    """A pattern for any text that begins with ``text``, as every grammar backend of vLLM reads it."""
-    return "".join(_literal(character) for character in text) + r"[\s\S]*"
-
-
-def _literal(character: str) -> str:
-    if character in SYNTAX:
-        return "\\" + character
-    # vLLM refuses a bare NUL; other control characters are spelled out with it.
-    return f"\\u{ord(character):04x}" if ord(character) < 32 else character
-
-
-def _put_prompt(endpoint: Endpoint, rest: dict[str, object], ids: object) -> None:
-    # The ids are what truncation and FIM rendering made; neither may happen twice.
-    for key in ("truncate_prompt_tokens", "truncation_side", "suffix", "return_prompt_text"):
-        rest.pop(key, None)
-    if endpoint is Endpoint.COMPLETIONS:
-        rest["prompt"] = ids
-    else:
-        rest["kv_transfer_params"] = {"prompt_token_ids": ids}
-
-
-def _spend(endpoint: Endpoint, rest: dict[str, object], spent: int) -> None:
-    if endpoint is Endpoint.COMPLETIONS and value_of(rest.get("max_tokens")) is None:
-        rest["max_tokens"] = COMPLETIONS_DEFAULT_TOKENS
-    for key in ("max_tokens", "max_completion_tokens"):
-        if isinstance(allowed := value_of(rest.get(key)), int):
-            rest[key] = max(1, allowed - spent)
-    if isinstance(least := value_of(rest.get("min_tokens")), int):
-        rest["min_tokens"] = max(0, least - spent)
-    if isinstance(seed := value_of(rest.get("seed")), int):
-        rest["seed"] = (seed + spent) % 2**63

@@ -1,26 +1,15 @@
 """What kind of request a body is, and about how long its prompt. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 
+from pdproxy.legs.lax_fields import read_fields
 from pdproxy.legs.outline import PromptFacts, facts_of
-from pdproxy.raw_json import LIST, MOST_ITEMS, OBJECT, first_byte, first_items, kind_of_items, value_of
-from pdproxy.request import NO_ADDITIONS, Addition, Endpoint, Json, LocalReason, NotContinuableReason, Shape
+from pdproxy.raw_json import LIST, MOST_ITEMS, OBJECT, first_byte, first_items, value_of
+from pdproxy.request import Endpoint, Json, LocalReason, NotContinuableReason, Shape
 
-OUTPUT_PENALTIES = ("presence_penalty", "frequency_penalty")
-"""They count output tokens; a continuation's output begins anew. repetition_penalty counts the prompt's too."""
-OUTPUT_RULES = {
-    "bad_words": NotContinuableReason.BAD_WORDS,
-    "thinking_token_budget": NotContinuableReason.REASONING,
-    "repetition_detection": NotContinuableReason.REPETITION_DETECTION,
-    "watermarking": NotContinuableReason.WATERMARKING,
-    "structured_outputs": NotContinuableReason.STRUCTURED_OUTPUT,
-    "prompt_logprobs": NotContinuableReason.PROMPT_LOGPROBS,
-    "echo": NotContinuableReason.ECHO,
-    "use_beam_search": NotContinuableReason.BEAM_SEARCH,
-}
-_RULING = frozenset({*OUTPUT_PENALTIES, *OUTPUT_RULES})
 MOST_READERS = 1024
 """How many reads of one hand-over a prefill node's connector grants."""
 CLIENT_TOOLS = "function"
@@ -31,11 +20,10 @@ COMPLETIONS_DEFAULT_TOKENS = 16
 """What vLLM's completions endpoint allows where ``max_tokens`` is missing or null."""
 _LOOKED_AT = frozenset(
     {
-        "n", "stream", "stream_options", "stop", "include_stop_str_in_output", "temperature", "max_tokens",
-        "max_completion_tokens", "max_output_tokens", "logprobs", "truncate_prompt_tokens", "truncation",
-        "response_format", "tool_choice", "include", "return_token_ids", *_RULING,
+        "logprobs", "truncation", "include",
     }
 )  # fmt: skip
+"""Beside those that `lax_fields` reads."""
 _BRIEF = 64
 """Bytes of a prompt's JSON beyond which it is neither empty nor of one token."""
 
@@ -46,25 +34,29 @@ class _Typed(msgspec.Struct):
     type: msgspec.Raw = msgspec.Raw(b"null")
 
 
+_Asked: TypeAlias = Mapping[str, Any]
+"""What of a body is looked at, by name; raw where it is long."""
 _TYPED = msgspec.json.Decoder(_Typed).decode
 
 
-def shape(endpoint: Endpoint, body: Json, facts: PromptFacts | None = None) -> Shape:
-    """The shape of a scrubbed body of one prompt. ``facts`` are those of its prompt, where they are known."""
+def shape(
+    endpoint: Endpoint, body: Json, facts: PromptFacts | None = None, fields: Mapping[str, Any] | None = None
+) -> Shape:
+    """The shape of a scrubbed body of one prompt.
+
+    ``facts`` are those of its prompt, ``fields`` what `read_fields` made of it, where they are known. Raises as that.
+    """
     facts = facts_of(endpoint, body) if facts is None else facts
-    asked = {name: value_of(value) for name, value in body.items() if name in _LOOKED_AT}
+    asked = dict(read_fields(endpoint, body) if fields is None else fields)
+    asked |= {name: value_of(value) for name, value in body.items() if name in _LOOKED_AT}
     asked["prompt"], asked["tools"] = body.get("prompt"), body.get("tools")  # looked into, not decoded
-    choices, most = asked.get("n"), _max_tokens(asked)
-    held = max(map(len, stops(asked)), default=1) - 1 if "stop" in asked else 0
+    most = _max_tokens(asked)
     return Shape(
-        choices=choices if isinstance(choices, int) else 1,
-        stream=asked.get("stream") is True,
+        choices=asked.get("n") or 1,
+        stream=bool(asked.get("stream")),
         local=_local(endpoint, asked, most),
-        not_continuable=_not_continuable(endpoint, asked, facts),
         not_resumable=_not_resumable(endpoint, asked),
-        asked=_asked(asked),
-        held_back=0 if asked.get("include_stop_str_in_output") is True else held,
-        greedy=asked.get("temperature") == 0 and not isinstance(asked.get("temperature"), bool),
+        wants_usage=_wants_usage(asked),
         longest=COMPLETIONS_DEFAULT_TOKENS if most is None and endpoint is Endpoint.COMPLETIONS else most,
         prompt_tokens=facts.tokens,
         most_prompt_tokens=facts.most_tokens,
@@ -82,50 +74,45 @@ def estimated_prompt_tokens(body: Json) -> int:
     return facts_of(Endpoint.CHAT, body).tokens
 
 
-def stops(body: Json) -> tuple[str, ...]:
-    """The stop strings of a completions or chat body."""
-    stop = body.get("stop")
-    listed = stop if isinstance(stop, list) else [stop]
-    return tuple(text for text in listed if isinstance(text, str))
-
-
-def _local(endpoint: Endpoint, body: Json, most: int | None) -> LocalReason | None:
+def _local(endpoint: Endpoint, body: _Asked, most: int | None) -> LocalReason | None:
     """Why prefill and decode cannot be two requests."""
     if body.get("prompt_logprobs") is not None:
         return LocalReason.PROMPT_LOGPROBS
-    if body.get("echo") is True and _scores_prompt(endpoint, body):
+    if body.get("echo") and _scores_prompt(endpoint, body):
         return LocalReason.ECHO_LOGPROBS
-    if body.get("use_beam_search") is True:
+    if body.get("use_beam_search"):
         return LocalReason.BEAM_SEARCH
     if most == 0:
         return LocalReason.NO_TOKENS
-    if isinstance(choices := body.get("n"), int) and choices > MOST_READERS:
+    if (body.get("n") or 1) > MOST_READERS:
         return LocalReason.CHOICES
-    if endpoint is not Endpoint.COMPLETIONS and most is None and _open_truncation(body):
+    if most is None and _open_truncation(endpoint, body):
         return LocalReason.OPEN_TRUNCATION
     if endpoint is Endpoint.RESPONSES:
         return _local_response(body)
     return _local_prompt(body) if endpoint is Endpoint.COMPLETIONS else None
 
 
-def _scores_prompt(endpoint: Endpoint, body: Json) -> bool:
+def _scores_prompt(endpoint: Endpoint, body: _Asked) -> bool:
     # vLLM takes an echoed request's logprobs (chat: top_logprobs, 0 where missing) for prompt_logprobs.
     return endpoint is Endpoint.CHAT or body.get("logprobs") is not None
 
 
-def _open_truncation(body: Json) -> bool:
+def _open_truncation(endpoint: Endpoint, body: _Asked) -> bool:
     # vLLM cuts a prompt to the context less one token where a limit is given, as the prefill leg's is, and to the
     # whole context where none is: two different prompts (renderers/params.py, max_truncation_tokens).
-    return body.get("truncate_prompt_tokens") == -1 or body.get("truncation") == "auto"
+    if endpoint is Endpoint.RESPONSES:
+        return bool(body.get("truncation", "disabled") != "disabled")  # null is "auto", too
+    return endpoint is Endpoint.CHAT and body.get("truncate_prompt_tokens") == -1
 
 
-def _local_response(body: Json) -> LocalReason | None:
+def _local_response(body: _Asked) -> LocalReason | None:
     if _server_tools(body):
         return LocalReason.SERVER_TOOLS
     return LocalReason.STORED_PROMPT if _brief(body.get("prompt")) is not None else None
 
 
-def _server_tools(body: Json) -> bool:
+def _server_tools(body: _Asked) -> bool:
     """Whether a response may use tools that run on the node."""
     tools = body.get("tools")
     if isinstance(tools, msgspec.Raw):
@@ -144,7 +131,7 @@ def _brief(prompt: object) -> object:
     return value_of(prompt) if isinstance(prompt, msgspec.Raw) and len(prompt) <= _BRIEF else prompt
 
 
-def _local_prompt(body: Json) -> LocalReason | None:
+def _local_prompt(body: _Asked) -> LocalReason | None:
     prompt = _brief(body.get("prompt"))
     if prompt in (None, "", []):
         return LocalReason.NO_PROMPT
@@ -153,32 +140,16 @@ def _local_prompt(body: Json) -> LocalReason | None:
     return LocalReason.ONE_TOKEN if one_id else None
 
 
-def _not_continuable(endpoint: Endpoint, body: Json, facts: PromptFacts) -> NotContinuableReason | None:
-    """Why a broken stream cannot be continued on another node by the ids of its tokens."""
-    if endpoint in (Endpoint.MESSAGES, Endpoint.RESPONSES):
-        return NotContinuableReason[endpoint.name]
-    if body.get("n") not in (None, 1):
-        return NotContinuableReason.CHOICES
-    rule = None if _RULING.isdisjoint(body) else _output_rule(body)
-    return rule or _format(body) or (_chat(body, facts) if endpoint is Endpoint.CHAT else None)
-
-
-def _output_rule(body: Json) -> NotContinuableReason | None:
-    if any(body.get(key) for key in OUTPUT_PENALTIES):
-        return NotContinuableReason.PENALTIES
-    return next((reason for key, reason in OUTPUT_RULES.items() if _is_set(body.get(key))), None)
-
-
-def _not_resumable(endpoint: Endpoint, body: Json) -> NotContinuableReason | None:
+def _not_resumable(endpoint: Endpoint, body: _Asked) -> NotContinuableReason | None:
     """Why a broken stream cannot be resumed by its journal, which tells what was generated for the prompt, in order."""
-    if body.get("use_beam_search") is True:
+    if body.get("use_beam_search"):
         return NotContinuableReason.BEAM_SEARCH
-    if body.get("prompt_logprobs") is not None or (body.get("echo") is True and _scores_prompt(endpoint, body)):
+    if body.get("prompt_logprobs") is not None or (body.get("echo") and _scores_prompt(endpoint, body)):
         return NotContinuableReason.PROMPT_LOGPROBS
     return _not_resumable_response(body) if endpoint is Endpoint.RESPONSES else None
 
 
-def _not_resumable_response(body: Json) -> NotContinuableReason | None:
+def _not_resumable_response(body: _Asked) -> NotContinuableReason | None:
     if _server_tools(body):
         return NotContinuableReason.SERVER_TOOLS
     included = body.get("include")
@@ -186,41 +157,14 @@ def _not_resumable_response(body: Json) -> NotContinuableReason | None:
     return NotContinuableReason.RESPONSE_LOGPROBS if shown else None
 
 
-def _is_set(value: object) -> bool:
-    """Whether a field asks for something; 0 does."""
-    return value is not None and value is not False and value not in ([], {})
+def _wants_usage(body: _Asked) -> bool:
+    options = body.get("stream_options")
+    return options is not None and bool(options.include_usage)
 
 
-def _format(body: Json) -> NotContinuableReason | None:
-    form = body.get("response_format")
-    plain = form is None or (isinstance(form, dict) and form.get("type") == "text")
-    return None if plain else NotContinuableReason.STRUCTURED_OUTPUT
-
-
-def _chat(body: Json, facts: PromptFacts) -> NotContinuableReason | None:
-    if _has_items(body.get("tools")) and body.get("tool_choice") != "none":
-        return NotContinuableReason.TOOL_CALLS
-    return NotContinuableReason.MEDIA if facts.media else None
-
-
-def _has_items(tools: object) -> bool:
-    if isinstance(tools, msgspec.Raw) and first_byte(tools) == LIST:
-        return kind_of_items(tools) != b"]"
-    return bool(value_of(tools))
-
-
-def _asked(body: Json) -> frozenset[Addition]:
-    options, asked = body.get("stream_options"), set[Addition]()
-    if isinstance(options, dict) and options.get("include_usage"):
-        asked.add(Addition.USAGE)
-    if body.get("return_token_ids"):
-        asked.add(Addition.TOKEN_IDS)
-    return frozenset(asked) or NO_ADDITIONS
-
-
-def _max_tokens(body: Json) -> int | None:
+def _max_tokens(body: _Asked) -> int | None:
     for key in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-        value = body.get(key)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
+        most: int | None = body.get(key)
+        if most is not None:
+            return most
     return None

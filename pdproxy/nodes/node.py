@@ -126,8 +126,6 @@ class Node:
         fingerprint: what the bytes of its KV cache depend on, value by part; empty where not published.
         block_size, max_model_len: tokens in an attention block, and in the longest sequence; 0 where not published.
         prefix_match_unit: tokens between the boundaries at which its hand-overs end; 0 where they end anywhere.
-        can_wait: a request may be sent to it before its ticket, and waits there until that is delivered.
-        ticket_addresses: where its engines take tickets from prefill nodes directly, in words that those understand.
         can_resume: it has the route on which streams come with a journal, by which another such node resumes them.
         hashing, cache: how its prefix cache names the tokens of a prompt, and is set up; None where not published.
         seed: a hash of its name, 64 bits: the same in every proxy.
@@ -146,8 +144,6 @@ class Node:
     block_size: int = 0
     max_model_len: int = 0
     prefix_match_unit: int = 0
-    can_wait: bool = False
-    ticket_addresses: tuple[str, ...] = ()
     can_resume: bool = False
     hashing: Hashing | None = None
     cache: CacheSettings | None = None
@@ -342,11 +338,13 @@ class Roster:
 
     Attributes:
         models: every name that a client may ask for, served by a decode node in whatever state, sorted.
+        base_models: of these, the models themselves: no adapters, and no second names.
     """
 
     def __init__(self, nodes: tuple[NodeView, ...]) -> None:
         decodes = [view.node for view in nodes if view.node.role is Role.DECODE]
         self.models = tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
+        self.base_models = tuple(sorted({node.model for node in decodes if node.model}))
         self._may_serve_any = not all(node.model for node in decodes) or not decodes
         self._names = frozenset(name for view in nodes for name in (view.node.model, *view.node.aliases))
         self._nodes = nodes

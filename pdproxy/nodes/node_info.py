@@ -19,8 +19,6 @@ FINGERPRINT_METRIC = "pdproxy_connector_fingerprint"
 """The gauge with one series for each part of the fingerprint, its value as a label."""
 HASHING_METRIC = "pdproxy_connector_hashing"
 """The gauge whose labels say how the connector's engine hashes prompts."""
-TICKET_ADDRESS_METRIC = "pdproxy_connector_ticket_address"
-"""The gauge whose label says where an engine takes tickets directly."""
 STOCK_CACHE_METRIC = "vllm:cache_config_info"
 """vLLM's own gauge, whose labels are the settings of its cache."""
 CAPACITY_METRICS = "pdproxy_connector_capacity_"
@@ -72,7 +70,6 @@ class NodeInfo:
         fingerprint: value by part (such as `checkpoint`), with the digest of all as the part `WHOLE`.
         hashing: how its prefix cache hashes prompts.
         cache: how its prefix cache is set up.
-        ticket_addresses: where its engines take tickets directly.
         chat_template: digest of the chat template that its API server was given, in the fingerprint too; "" where it
             uses the model's own, which the engine knows, or does not tell.
     """
@@ -86,7 +83,6 @@ class NodeInfo:
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=_empty)
     hashing: Hashing | None = None
     cache: CacheSettings | None = None
-    ticket_addresses: tuple[str, ...] = ()
     chat_template: str = ""
 
     def joined(self) -> Node:
@@ -101,9 +97,7 @@ class NodeInfo:
             block_size=int(block_size) if block_size.isdecimal() else 0,
             max_model_len=self.models.max_model_len or 0,
             prefix_match_unit=int(unit) if unit.isdecimal() else 0,
-            can_wait=self.labels.get("rendezvous") == "true",
             can_resume=self.labels.get("resume") == "true",
-            ticket_addresses=self.ticket_addresses,
             hashing=self.hashing,
             cache=self.cache,
         )
@@ -139,8 +133,7 @@ def read_node_info(node: Node, models: bytes, version: bytes, metrics: bytes, pr
         fingerprint = MappingProxyType({**fingerprint, CHAT_TEMPLATE: template})
     card, hashing = read_model_card(models), read_hashing(metrics)
     cache = read_cache_settings(labels, _labels(metrics, STOCK_CACHE_METRIC))
-    addresses = read_ticket_addresses(metrics)
-    found = read_version(version), labels, capacity, ranks, fingerprint, hashing, cache, addresses, template
+    found = read_version(version), labels, capacity, ranks, fingerprint, hashing, cache, template
     return NodeInfo(node, card, *found)
 
 
@@ -201,12 +194,6 @@ def read_hashing(body: bytes) -> Hashing | None:
     ours = {connector_hashing(sample.labels) for sample in samples_of(body, HASHING_METRIC + "{")}
     found = ours or {stock_hashing(sample.labels) for sample in samples_of(body, STOCK_CACHE_METRIC + "{")}
     return found.pop() if len(found) == 1 else None
-
-
-def read_ticket_addresses(body: bytes) -> tuple[str, ...]:
-    """Where the engines of a node take tickets directly, by a ``/metrics`` answer. Prefill nodes read them."""
-    named = (sample.labels.get("address", "") for sample in samples_of(body, TICKET_ADDRESS_METRIC + "{"))
-    return tuple(dict.fromkeys(address for address in named if address))
 
 
 def read_ranks(body: bytes) -> int:

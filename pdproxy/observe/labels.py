@@ -62,7 +62,7 @@ class Phase(enum.StrEnum):
     PREFILL = "prefill"
     """From the prefill leg's send to its ticket."""
     HANDOVER = "handover"
-    """From the ticket to the decode leg's response head; of a stream whose decode leg waited, to its first event."""
+    """From the ticket to the decode leg's response head."""
     DECODE = "decode"
     """From there to the end of the answer."""
     FIRST_TOKEN = "first_token"
@@ -75,8 +75,6 @@ class Leg(enum.StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
-    DELIVERY = "delivery"
-    """Of a ticket to the decode leg that waits for it."""
     RELEASE = "release"
     FORWARD = "forward"
 
@@ -147,23 +145,8 @@ class Move(enum.StrEnum):
 
     RESUMED = "resumed"
     """From its journal: the same request, and what was generated for it."""
-    CONTINUED = "continued"
-    """From its token ids: they became a part of the prompt."""
     RESTARTED = "restarted"
     """From the start: nothing generated had reached the client."""
-
-
-class Delivery(enum.StrEnum):
-    """What came of a decode leg that went out before its ticket."""
-
-    TICKET = "ticket"
-    """It was brought its ticket."""
-    NONE = "none"
-    """It was told that there is none, and that its node is to compute the prompt."""
-    FAILED = "failed"
-    """Neither could be brought to it: it was sent again."""
-    UNNEEDED = "unneeded"
-    """Its node answered before there was a ticket."""
 
 
 class Proof(enum.StrEnum):

@@ -23,8 +23,8 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType, TracebackType
+from collections.abc import Callable, Iterator
+from types import TracebackType
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
@@ -59,20 +59,11 @@ Value = str | int | float | bool | None
 
 
 class LineFormatter(logging.Formatter):
-    """What both formats have in common.
-
-    ``constant``: fields of every line.
-    """
-
-    def __init__(self, constant: Mapping[str, Value] = MappingProxyType({})) -> None:
-        super().__init__()
-        self._constant = constant
+    """What both formats have in common."""
 
     def extras(self, record: logging.LogRecord) -> dict[str, object]:
-        """The fields behind the message, as they are: those of ``extra``, the constant ones and those of the trace."""
+        """The fields behind the message, as they are: those of ``extra`` and those of the trace."""
         extras = {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
-        if self._constant:
-            extras.update(self._constant)
         if ids := trace_ids():
             extras.update(ids)
         return extras
@@ -125,8 +116,8 @@ class TextFormatter(LineFormatter):
     A value that has more than `_BARE` allows is a JSON string.
     """
 
-    def __init__(self, constant: Mapping[str, Value] = MappingProxyType({})) -> None:
-        super().__init__(constant)
+    def __init__(self) -> None:
+        super().__init__()
         self._names = Written(lambda name: "" if name in _STANDARD else _field_name(name))
         self._texts = Written(lambda text: _logfmt(_cut(text)))
 
@@ -134,7 +125,7 @@ class TextFormatter(LineFormatter):
         message, names, texts = _cut(record.getMessage(), 2 * LONGEST_VALUE), self._names, self._texts
         line = f"time={_time(record)} {_head(record.levelname, record.name, message)}"
         # In one go, and without `extras`: it is done for each request.
-        for more in (record.__dict__, self._constant, trace_ids()):
+        for more in (record.__dict__, trace_ids()):
             if more:
                 line += "".join(
                     [
@@ -287,15 +278,15 @@ class LineHandler(logging.StreamHandler[LineWriter]):
         return f"{self.format(_record(__name__, logging.WARNING, text))}\n"
 
 
-def configure(log: Log, descriptor: int, constant: Mapping[str, Value] = MappingProxyType({})) -> LineHandler:
+def configure(log: Log, descriptor: int) -> LineHandler:
     """Send the proxy's records, and warnings of the libraries, to a file descriptor; returns the handler, for tests to
-    remove and close. ``constant``: fields of every line.
+    remove and close.
     """
     # No line shows its thread, its process or its place in the code: finding out costs time on every request. The
     # names are those of Python's logging HOWTO, under "Optimization".
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
-    formatter = JsonFormatter(constant) if log.format is LogFormat.JSON else TextFormatter(constant)
+    formatter = JsonFormatter() if log.format is LogFormat.JSON else TextFormatter()
     handler = LineHandler(formatter, descriptor)
     root = logging.getLogger()
     root.addHandler(handler)
@@ -305,12 +296,12 @@ def configure(log: Log, descriptor: int, constant: Mapping[str, Value] = Mapping
     return handler
 
 
-def configure_process(log: Log, constant: Mapping[str, Value] = MappingProxyType({})) -> LineHandler:
+def configure_process(log: Log) -> LineHandler:
     """`configure` for standard error, where a process starts; and whatever else Python writes there becomes a record:
     warnings, and the tracebacks of errors that nobody catches.
     """
     _open_standard_streams()
-    handler = configure(log, _STANDARD_ERROR, constant)
+    handler = configure(log, _STANDARD_ERROR)
     logging.captureWarnings(capture=True)
     sys.excepthook = _on_uncaught
     sys.unraisablehook = _on_unraisable

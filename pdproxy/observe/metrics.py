@@ -11,7 +11,6 @@ from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import (
     Affinity,
     Attempt,
-    Delivery,
     FileChange,
     Leg,
     Move,
@@ -40,15 +39,6 @@ from pdproxy.observe.request_metrics import (
 )
 from pdproxy.request import Endpoint
 from pdproxy.usage import Usage
-
-
-def operator_refusals(registry: CollectorRegistry) -> Counter:
-    """The counter of requests that the operators' port refused, which a supervisor of several workers has too."""
-    made = Counter(
-        "pdproxy_operator_refusals_total", "Requests that the operators' port refused.", ["reason"], registry=registry
-    )
-    made.begin(OperatorRefusal)
-    return made
 
 
 class Metrics:
@@ -105,14 +95,13 @@ class Metrics:
             "pdproxy_recomputed_total", "Disaggregated requests whose decode node prefilled again."
         )
         self._releases = counter("pdproxy_releases_total", "Hand-overs that the proxy released.", ["outcome"])
-        self._deliveries = counter(
-            "pdproxy_deliveries_total", "What came of decode legs that went out before their tickets.", ["outcome"]
-        )
         self._active = gauge("pdproxy_requests_active", "Prompts that run now.")
         self._queued = gauge("pdproxy_requests_queued", "Prompts that wait in the queue now.")
         self._bodies = gauge("pdproxy_body_bytes", "Bytes of request bodies that are held now.")
         self._rejected = counter("pdproxy_rejected_total", "Requests rejected before they ran.", ["reason"])
-        self._operator_refusals = operator_refusals(registry)
+        self._operator_refusals = counter(
+            "pdproxy_operator_refusals_total", "Requests that the operators' port refused.", ["reason"]
+        )
         self._tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind", "model"])
         self._prefill_tokens = gauge(
             "pdproxy_prefill_pending_tokens_estimate",
@@ -148,7 +137,6 @@ class Metrics:
         self._request = cache(self._requests.labels)
         self._phase = cache(self._phases.labels)
         self._continuing = cache(self._continuable.labels)
-        self._delivery = cache(self._deliveries.labels)
         self._session = cache(self._sessions.labels)
         self._plan = cache(self._plans.labels)
         self._token = cache(self._tokens.labels)
@@ -160,8 +148,8 @@ class Metrics:
         self._begin_model_at_zero(OTHER)
         for counter, words in (
             (self._migrations, Attempt), (self._releases, Attempt), (self._tasks, Task),
-            (self._proofs, Proof), (self._deliveries, Delivery), (self._rejected, Rejection),
-            (self._plans, RouteReason), (self._spans, SpanOutcome),
+            (self._proofs, Proof), (self._rejected, Rejection),
+            (self._plans, RouteReason), (self._spans, SpanOutcome), (self._operator_refusals, OperatorRefusal),
         ):  # fmt: skip
             counter.begin(words)
         self._stalls.begin(Move)
@@ -238,10 +226,6 @@ class Metrics:
     def released(self, outcome: Attempt) -> None:
         """Count a hand-over that the proxy released."""
         self._releases.labels(outcome).inc()
-
-    def delivered(self, outcome: Delivery) -> None:
-        """Count what came of a decode leg that went out before its ticket."""
-        self._delivery(outcome).inc()
 
     def watch_requests(self, active: Callable[[], float], queued: Callable[[], float]) -> None:
         """Ask for the numbers of running and of waiting prompts whenever metrics are scraped."""

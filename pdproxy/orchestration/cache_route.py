@@ -12,7 +12,7 @@ from pdproxy.orchestration.prefix_source import RealHit
 from pdproxy.orchestration.resources import HandOver
 from pdproxy.planning.plan_types import Decision, Plan, PlanInput
 from pdproxy.planning.prefix import Place, PromptHits
-from pdproxy.planning.rates import Rates, Work
+from pdproxy.planning.rates import Work
 from pdproxy.request import Endpoint, Headers, SubRequest
 from pdproxy.usage import Usage
 
@@ -21,22 +21,22 @@ USUAL_BLOCK = 16
 
 
 class CacheRoute:
-    """Asks the prefix source once, and tells it and ``rates`` what came of it.
+    """Asks the prefix source once, and tells it and the rates what came of it.
 
     Attributes:
         plan: the last one.
     """
 
+    __slots__ = (
+        "_asked", "_began", "_context", "_counted", "_estimated", "_prefix", "_rates", "_sub_request", "_timeline",
+        "plan",
+    )  # fmt: skip
+
     def __init__(
-        self,
-        context: OrchestrationContext,
-        rates: Rates,
-        sub_request: SubRequest,
-        timeline: Timeline,
-        estimated_tokens: int,
+        self, context: OrchestrationContext, sub_request: SubRequest, timeline: Timeline, estimated_tokens: int
     ) -> None:
         self._context = context
-        self._rates = rates
+        self._rates = context.rates
         self._sub_request = sub_request
         self._timeline = timeline
         self._prefix: PromptHits | None = None

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 from pdproxy.errors import ClientError, Fault, NodeFault, PdproxyError
 from pdproxy.failures import FAILURE_TABLE, Moment, Step
+from pdproxy.legs.parse import unknown_model
+from pdproxy.nodes.node import Snapshot
 from pdproxy.observe.labels import Leg, Outcome, Rejection
 from pdproxy.orchestration.failure_record import FinalError
 from pdproxy.planning.plan_types import NoNode, UnknownModel
 from pdproxy.request import Endpoint, Headers, header, write_json
 from pdproxy.response import ProxyResponse
-from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.stream.chunks import DONE_EVENT
 
 RETRY_AFTER = "1"
@@ -27,7 +28,7 @@ class UpstreamErrorResponse(PdproxyError):
         self.response = response
 
 
-StreamError = NodeFault | ClientError | UpstreamErrorResponse | NotContinuable
+StreamError = NodeFault | ClientError | UpstreamErrorResponse
 """What ends a stream with an error event."""
 
 
@@ -68,15 +69,28 @@ def rejected_error(reason: Rejection, message: str, retry_after: int, *headers: 
 
 
 def unknown_model_error(error: UnknownModel) -> ClientError:
-    """404, as OpenAI writes it."""
+    """404, in vLLM's words."""
     names = ", ".join(error.known) or "none"
-    message = f"The model `{error.model}` does not exist. Served now: {names}."
-    return ClientError(404, message, kind="NotFoundError", code="model_not_found", param="model")
+    return unknown_model(f"The model `{error.model}` does not exist. Valid aliases: {names}.")
+
+
+def only_model(snapshot: Snapshot) -> str:
+    """The model of a request that names none: the one that is served; "" while none is known.
+
+    Raises:
+        ClientError: 400: there are several.
+    """
+    models = snapshot.roster.base_models
+    if len(models) > 1:
+        text = f"Several models are served here: name one of them in `model`: {', '.join(models)}."
+        raise ClientError(400, text, param="model", code="invalid_value")
+    return models[0] if models else ""
 
 
 def no_node_error(error: NoNode) -> ClientError:
     """503: no node takes the request now."""
-    message = f"No node for the model `{error.model}` takes requests now."
+    model = f" for the model `{error.model}`" if error.model else ""
+    message = f"No node{model} takes requests now."
     return ClientError(
         503, message, kind="service_unavailable", code=str(error.reason), headers=(("retry-after", RETRY_AFTER),)
     )
@@ -119,7 +133,8 @@ def final_error_of(error: BaseException) -> FinalError:
     """For a request that ends before its answer has begun."""
     match error:
         case ClientError():
-            return FinalError(error.status, error.code or error.kind, error.message)
+            code = error.code if isinstance(error.code, str) else error.kind
+            return FinalError(error.status, code, error.message)
         case UpstreamErrorResponse():
             return answered_with(error.response.status)
         case asyncio.CancelledError():
@@ -154,10 +169,12 @@ def error_event(endpoint: Endpoint, error: ClientError) -> bytes:
 
 
 def error_body(endpoint: Endpoint, error: ClientError) -> bytes:
-    """The JSON body of an error before the first byte, in the endpoint's shape."""
+    """The JSON body of an error before the first byte, in the endpoint's shape; vLLM's own errors have its type."""
     if endpoint is not Endpoint.MESSAGES:
         return error.body()
     kind = ANTHROPIC_ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    if isinstance(error.code, int):
+        kind = error.kind
     shape = {"type": "error", "error": {"type": kind, "message": error.message}}
     return write_json(shape)
 

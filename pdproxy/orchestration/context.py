@@ -15,12 +15,13 @@ from pdproxy.orchestration.client_errors import deadline_error
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.orchestration.prefix_source import PrefixSource
 from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
+from pdproxy.planning.cache_aware import CacheAware
 from pdproxy.planning.demand import Decoded, Prefilled
-from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, RoutingPolicy
+from pdproxy.planning.plan import PlanPolicy, RoutingPolicy
 from pdproxy.planning.rates import Rates
 from pdproxy.planning.shares import LimitsByKey
-from pdproxy.settings.types import Legs, OnNoDecode, OnPrefillFailure
-from pdproxy.transport.port import DeadlineHold, Timeouts, Transport
+from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
+from pdproxy.transport.port import Timeouts, Transport
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,14 +31,11 @@ class OrchestrationConfig:
     Attributes:
         connect: until a connection to a node stands.
         prefill_headers: from a prefill leg's start to its answer's head.
-        decode_headers: from a decode leg's start, or its ticket's delivery, to its answer's head, and again to a
-            stream's first event.
+        decode_headers: from a decode leg's start to its answer's head, and again to a stream's first event.
         stall: between two pieces of any body.
         release: for one call that releases a hand-over; at a shutdown, for all that are under way.
-        delivery: for the call that brings a ticket to a decode node that waits for it.
         on_prefill_failure: what follows a failed prefill leg.
         on_no_decode: what follows where no decode node is left.
-        legs: whether the decode leg goes out with the prefill leg, where it can.
         retries: how often each leg may be tried again before the client gets a byte; unreachable nodes do not count.
         migrations: how often one stream may move to another decode node; 0 turns migration off.
         local_below_tokens: prompts known to be shorter are computed on the decode node; 0 for none.
@@ -53,14 +51,12 @@ class OrchestrationConfig:
     decode_headers: float = 600.0
     stall: float = 120.0
     release: float = 5.0
-    delivery: float = 10.0
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
     on_no_decode: OnNoDecode = OnNoDecode.FAIL
-    legs: Legs = Legs.IN_TURN
     retries: int = 2
     migrations: int = 3
     local_below_tokens: int = 0
-    routing_policy: RoutingPolicy = LEAST_LOADED
+    routing_policy: RoutingPolicy = dataclasses.field(default_factory=CacheAware)
     fan_out: int = 64
     ticket_life: float = 30.0
     queue: QueueLimits = dataclasses.field(default_factory=QueueLimits)
@@ -68,7 +64,7 @@ class OrchestrationConfig:
 
     def plan_policy(self) -> PlanPolicy:
         """What planning needs to know of it."""
-        return PlanPolicy(self.on_prefill_failure, self.on_no_decode, self.local_below_tokens, self.routing_policy)
+        return PlanPolicy(self.routing_policy, self.on_prefill_failure, self.on_no_decode, self.local_below_tokens)
 
     def prefill_timeouts(self, remaining_seconds: float) -> Timeouts:
         """For a prefill leg of a request that has so many seconds left."""
@@ -76,17 +72,9 @@ class OrchestrationConfig:
 
     def decode_timeouts(self, remaining_seconds: float) -> Timeouts:
         """For a decode leg of a request that has so many seconds left."""
-        return self.waiting_timeouts(remaining_seconds, None)
-
-    def waiting_timeouts(self, remaining_seconds: float, hold: DeadlineHold | None) -> Timeouts:
-        """For a decode leg that waits for its ticket while ``hold`` is held."""
         connect, stall = min(self.connect, remaining_seconds), min(self.stall, remaining_seconds)
         answer = min(self.decode_headers, remaining_seconds)
-        return Timeouts(connect, answer, stall, first=answer, whole=remaining_seconds, hold=hold)
-
-    def delivery_timeouts(self, remaining_seconds: float) -> Timeouts:
-        """For the delivery of a ticket."""
-        return _within(min(self.delivery, remaining_seconds), self.connect, self.delivery, self.delivery)
+        return Timeouts(connect, answer, stall, first=answer, whole=remaining_seconds)
 
     def release_timeouts(self) -> Timeouts:
         """For each call of a release."""
@@ -112,63 +100,18 @@ def remaining_seconds(clock: Clock, deadline: float) -> float:
     return deadline - clock.now()
 
 
-MOST_WAITING = 256
-"""Requests of this proxy that may wait on one decode node, ``n`` counted. A node lets 1,024 wait, and computes the
-prompt of each further one itself: dear just when prompts queue. With this bound four proxies can share a node; where so
-many prompts queue for prefill, what a decode leg gains by going out early is nothing beside that queue."""
-SHUT_SECONDS = 60.0
-"""For how long a node that does not take deliveries is not made to wait."""
-
-
-class WaitingPlaces:
-    """How many requests of this proxy wait on each decode node, and which nodes do not take deliveries after all."""
-
-    def __init__(self) -> None:
-        self._taken = collections.Counter[str]()
-        self._shut: dict[str, float] = {}
-
-    def __bool__(self) -> bool:
-        """Whether any request waits."""
-        return bool(self._taken)
-
-    def free(self, node: str, requests: int, now: float) -> bool:
-        """Whether so many more may wait on a node."""
-        if self._shut and self._shut.get(node, now) > now:
-            return False
-        self._shut.pop(node, None)
-        return self._taken[node] + requests <= MOST_WAITING
-
-    def shut(self, node: str, now: float) -> None:
-        """The node refused a delivery: for `SHUT_SECONDS` none may wait there."""
-        self._shut[node] = now + SHUT_SECONDS
-
-    def take(self, node: str, requests: int) -> Callable[[], None]:
-        """So many wait on a node now; what is returned gives their places back, once."""
-        self._taken[node] += requests
-        held = [requests]
-
-        def give_back() -> None:
-            if held:
-                self._taken[node] -= held.pop()
-                if not self._taken[node]:
-                    del self._taken[node]
-
-        return give_back
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrchestrationContext:
     """Dependencies of the orchestration.
 
     Attributes:
         in_flight: for the operator's page.
-        waiting_places: on decode nodes, for legs that wait for their tickets.
         new_hand_over_id: must return unguessable ids.
         tie_breaker: counts plans, so that equally loaded nodes take turns.
         queue: of all prompts; there is one for each pool.
-        rates: how fast nodes are; None where the policy does not go by costs.
+        rates: how fast nodes are; learned, and asked, by `CacheAware` alone.
         work: what nodes did lately, for whoever counts them; on the way of a request it is only written down.
-        prefix_source: what nodes have cached; None where nobody knows, or the policy does not ask.
+        prefix_source: what nodes have cached; None where the policy does not ask.
         key_limits: what each API key may have.
         tracer: makes the spans of legs; None without tracing.
     """
@@ -179,10 +122,9 @@ class OrchestrationContext:
     clock: Clock
     config: OrchestrationConfig
     in_flight: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
-    waiting_places: WaitingPlaces = dataclasses.field(default_factory=WaitingPlaces)
     new_hand_over_id: Callable[[], str] = new_hand_over_id
     tie_breaker: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    rates: Rates | None = None
+    rates: Rates = dataclasses.field(default_factory=Rates)
     prefix_source: PrefixSource | None = None
     work: collections.deque[Prefilled | Decoded] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=65536)

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from pdproxy.errors import Fault, NodeFault, untraced
 from pdproxy.finish_reasons import FINISH_REASON
 from pdproxy.response import Sink
-from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.stream.chunks import DONE, parse_object, short_event_of
 from pdproxy.stream.sse import Event, SseParser
 from pdproxy.stream.transcript import CHUNKED, Transcript
@@ -60,8 +59,7 @@ class DecodeStream:
     The caller closes ``response``.
 
     Args:
-        ticket_tail: asked when the first events are here, for a leg may go out, and its head come, before its ticket:
-            the most prompt tokens that the node computes itself with its ticket; None where it has none.
+        ticket_tail: the most prompt tokens that the node computes itself with its ticket; None where it has none.
         usage_filter: given where only we asked for the usage event.
     """
 
@@ -69,19 +67,18 @@ class DecodeStream:
         self,
         response: HttpResponse,
         transcript: Transcript,
-        ticket_tail: Callable[[], int | None],
+        ticket_tail: int | None,
         usage_filter: UsageEventFilter | None,
     ) -> None:
         self._response = response
         self._chunks: AsyncIterator[bytes] = aiter(response)
         self._transcript = transcript
         self._ticket_tail = ticket_tail
-        self._tail: int | None = None
         self._usage_filter = usage_filter
         self._parser = SseParser(short_event_of)
         self._at_event_boundary = False
         """No part of an event, and nothing held back, precedes the next piece."""
-        self._pending_error: NodeFault | NotContinuable | None = None
+        self._pending_error: NodeFault | None = None
         self.has_data_event = False
         """A data event came."""
         self.has_begun = False
@@ -103,7 +100,6 @@ class DecodeStream:
 
         Raises:
             NodeFault: RESET where the body ended before the stream did; what the transport and the transcript raise.
-            NotContinuable: the leg's text is not what the client already has.
         """
         if self._pending_error is not None:
             raise untraced(self._pending_error)
@@ -173,8 +169,6 @@ class DecodeStream:
             return event.raw if self._pending_error is None else b""
         if self._transcript.ended and self._transcript.endpoint in CHUNKED:
             return b""
-        if not self.has_data_event:
-            self._tail = self._ticket_tail()
         if event.data.find(b'"usage":{') >= 0:
             self._note_usage(event.data)
             if self._usage_filter is not None and self._usage_filter.is_usage_event(event.data):
@@ -182,11 +176,11 @@ class DecodeStream:
         try:
             self._check(event.data)
             seen = self._transcript.take(event)
-        except (NodeFault, NotContinuable) as error:
+        except NodeFault as fault:
             if not self.has_data_event:
                 raise
             if not self._transcript.ended:  # else nothing is missing
-                self._pending_error = untraced(error)
+                self._pending_error = untraced(fault)
             return b""
         self.has_data_event = self.has_begun = True
         return seen if self._usage_filter is None else self._usage_filter.feed(event.data, seen)
@@ -205,5 +199,6 @@ class DecodeStream:
 
     def _note_usage(self, data: bytes) -> None:
         self.usage = read_usage_event(data) or self.usage
-        if self._tail is not None and self.usage is not None and self.usage.recomputed(self._tail):
+        tail = self._ticket_tail
+        if tail is not None and self.usage is not None and self.usage.recomputed(tail):
             self._transcript.cached_tokens = None  # what the prefill node had cached was of no use

@@ -5,17 +5,17 @@ from collections.abc import Iterable
 import msgspec
 
 from pdproxy.errors import ClientError
-from pdproxy.legs.parse import parsing, scrub, split
+from pdproxy.legs.lax_fields import UnreadableField
+from pdproxy.legs.parse import checked_fields, model_in, reading, scrub, split
 from pdproxy.legs.shape import shape
 from pdproxy.legs.turns import PromptReader, in_turns
 from pdproxy.nodes.node import Role, Snapshot
-from pdproxy.orchestration.client_errors import no_node_error, unknown_model_error
+from pdproxy.orchestration.client_errors import no_node_error, only_model, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.planning.cache_aware import CacheAware, Market
 from pdproxy.planning.cost import Price, Quote
 from pdproxy.planning.plan import Candidates, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
-from pdproxy.raw_json import value_of
 from pdproxy.request import ClientRequest, Endpoint, HeldBody, Json, SubRequest
 
 
@@ -27,7 +27,7 @@ async def explain(context: OrchestrationContext, endpoint: Endpoint, raw: bytes)
     Raises:
         ClientError: what is wrong with the body, or why there is no plan.
     """
-    sub_request = await _sub_request(context, endpoint, scrub(await in_turns(parsing(endpoint, raw))))
+    sub_request = await _sub_request(context, endpoint, scrub(await in_turns(reading(raw))))
     source = context.prefix_source
     prefix = None if source is None else await source.look_up(sub_request)
     model, form = sub_request.request.model, sub_request.shape
@@ -47,10 +47,14 @@ async def explain(context: OrchestrationContext, endpoint: Endpoint, raw: bytes)
 
 
 async def _sub_request(context: OrchestrationContext, endpoint: Endpoint, body: dict[str, object]) -> SubRequest:
+    try:
+        model = model_in(endpoint, body) or only_model(context.pool.snapshot())
+        await in_turns(checked_fields(endpoint, body))
+    except UnreadableField as error:
+        text = f"{error}: a decode node is asked to refuse the request."
+        raise ClientError(400, text, param=error.name, code="invalid_value") from error
     now, bodies = context.clock.now(), split(endpoint, body)
-    request = ClientRequest(
-        "debug", endpoint, HeldBody[Json](body), (), str(value_of(body["model"])), False, 0, now, now, lambda: False
-    )
+    request = ClientRequest("debug", endpoint, HeldBody[Json](body), (), model, False, 0, now, now, lambda: False)
     facts = await PromptReader().facts(endpoint, bodies[0])
     return SubRequest(request, HeldBody[Json](bodies[0]), shape(endpoint, bodies[0], facts), "debug", text=facts.text)
 

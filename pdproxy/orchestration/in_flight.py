@@ -71,10 +71,6 @@ class Timeline:
         if node:
             self.nodes[phase] = node
 
-    def assign(self, phase: Phase, node: str) -> None:
-        """A node is to work in a phase that has not come yet."""
-        self.nodes[phase] = node
-
     def first_byte(self) -> None:
         """The first byte for the client is here; put every phase so far on the metrics."""
         for phase, seconds in self.took.items():

@@ -20,7 +20,7 @@ class JournaledStream(DecodeStream):
         self,
         response: HttpResponse,
         transcript: Transcript,
-        ticket_tail: Callable[[], int | None],
+        ticket_tail: int | None,
         usage_filter: UsageEventFilter | None,
         journal: Journal,
     ) -> None:
@@ -57,8 +57,6 @@ class JournaledStream(DecodeStream):
     def _take_slowly(self, batch: Batch) -> bytes:
         if self._has_failed():
             return b""
-        if not self.has_begun:
-            self._tail = self._ticket_tail()  # the first events may come long after the first record
         before = self._transcript.checkpoint()
         seen = super()._client_bytes(batch.events) if batch.events else b""
         if self._has_failed():

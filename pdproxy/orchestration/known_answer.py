@@ -268,8 +268,8 @@ class KnownAnswer:
             )
         return answer
 
-    async def _decode(self, pair: _Pair, body: Json, ticket: Json | None, endpoint: Endpoint) -> Json:
-        leg = decode_body(endpoint, body, ticket, frozenset())
+    async def _decode(self, pair: _Pair, body: Json, ticket: msgspec.Raw | None, endpoint: Endpoint) -> Json:
+        leg = decode_body(body, ticket)
         transport, timeouts = self._context.transport, self._timeouts(pair)
         response = await decode(transport, pair.decode, endpoint, leg, self._headers(), timeouts)
         answer = await read_answer(response)

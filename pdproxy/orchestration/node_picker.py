@@ -18,11 +18,12 @@ from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
 from pdproxy.orchestration.in_flight import LegFailure, Timeline
 from pdproxy.orchestration.request_queue import Asked
 from pdproxy.orchestration.resources import Admission, HandOver
+from pdproxy.planning.cache_aware import CacheAware
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.planning.shares import Standing
 from pdproxy.request import Headers, LocalReason, SubRequest
-from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
+from pdproxy.settings.types import OnNoDecode
 from pdproxy.usage import Usage
 
 _LOG = logging.getLogger(__name__)
@@ -87,9 +88,8 @@ class FaultReporter:
                 self._tell(failed, Verdict.SERVED)
 
     def _tell(self, failed: _Failed, verdict: Verdict) -> None:
-        leg = Leg.DECODE if failed.leg is Leg.DELIVERY else failed.leg  # a good decode leg ends a row of both
         streaming = failed.moment is Moment.STREAMING
-        self._pool.leg_failed(failed.node, leg, failed.fault, self._source, verdict, streaming=streaming)
+        self._pool.leg_failed(failed.node, failed.leg, failed.fault, self._source, verdict, streaming=streaming)
 
 
 def _broke_off(fault: NodeFault) -> bool:
@@ -176,8 +176,8 @@ class NodePicker:
         answer = context.in_flight.output_lengths.expected(sub_request.request.model, longest)
         self._footprint = Footprint(choices * (tokens + answer), choices)
         self.admission = Admission(context.queue, context.clock, Asked.of(sub_request, tokens, choices * answer))
-        rates = context.rates
-        self._cache_route = None if rates is None else CacheRoute(context, rates, sub_request, timeline, tokens)
+        by_cache = isinstance(context.config.routing_policy, CacheAware)
+        self._cache_route = CacheRoute(context, sub_request, timeline, tokens) if by_cache else None
 
     async def look_up(self) -> None:
         """Ask what nodes have cached, where the policy goes by that; before the first plan."""
@@ -291,39 +291,17 @@ class NodePicker:
             return False
         return True
 
-    def plan_for(self, decode: Node) -> Plan:
-        """As `plan`, for a decode node whose leg waits; with another one only where this one has no partner left.
-
-        The node may take no new request, such as while it drains; the one that waits there it can still compute alone.
-        """
-        prefill = None if self._local else self._other(Role.PREFILL, decode)
-        if prefill is not None:
-            chosen = Plan(prefill, decode)
-            if self._cache_route is not None:
-                self._cache_route.planned(chosen)
-            return chosen
-        try:
-            chosen = self._plan()
-        except NO_NODE_ERRORS:
-            if self._context.config.on_prefill_failure is OnPrefillFailure.FAIL:
-                return self.plan()
-            return Plan(None, decode, LocalReason.NO_PREFILL)
-        return Plan(None, decode, chosen.local) if chosen.prefill is None else chosen
-
     def other_decode(self, prefill: Node | None = None) -> Node | None:
         """A decode node that has not failed the request, and that can use a ticket of ``prefill`` if given."""
-        return self._other(Role.DECODE, prefill)
-
-    def _other(self, role: Role, partner: Node | None) -> Node | None:
         context = self._context
         try:
-            needs, policy = self._input(partner), context.config.plan_policy()
-            return choose(context.pool.snapshot(), role, needs, policy, next(context.tie_breaker))
+            needs, policy = self._input(prefill), context.config.plan_policy()
+            return choose(context.pool.snapshot(), Role.DECODE, needs, policy, next(context.tie_breaker))
         except NO_NODE_ERRORS:
             return None
 
     def reset(self) -> None:
-        """Before a request, or its continuation, starts: nothing has failed, and all retries are left."""
+        """Before a request starts, or goes on elsewhere: nothing has failed, and all retries are left."""
         self._local = self._sub_request.shape.local
         moment = Moment.RESUMING if self._resuming else Moment.OPENING
         self._retry_state = RetryState(self._context, self._broken, moment)

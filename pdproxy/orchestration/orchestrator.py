@@ -37,7 +37,6 @@ from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.upstream import UpstreamRequest
-from pdproxy.raw_json import value_of
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json, LegForm, SubRequest, write_json
 from pdproxy.response import ProxyResponse
 from pdproxy.stream.chunks import rewrite_answer
@@ -55,6 +54,7 @@ _MILLISECONDS = {phase: f"{phase}_ms" for phase in Phase}
 _LONGEST_MODEL = 200
 """Characters of a model's name that a log line shows: a client can send any."""
 _JSON_HEADER = ("content-type", "application/json")
+_GENERATING = {endpoint.value: endpoint for endpoint in Endpoint}
 _STREAM_HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache"))
 _OUTPUT_FIELD = {Endpoint.MESSAGES: "content", Endpoint.RESPONSES: "output"}
 """The list that every answer must have, where it is not ``choices``."""
@@ -267,18 +267,19 @@ class Orchestrator:
             failure = FailureRecord(error=final_error_of(error))
             _LOG.log(level, "request refused", extra={**told, **failure.facts(), **more})
 
-    async def expected_tokens(self, endpoint: Endpoint, body: Json) -> tuple[int, int]:
+    async def expected_tokens(self, request: ClientRequest) -> tuple[int, int]:
         """About how many tokens a request's prompts have, and its answers will have."""
-        model, lengths = str(value_of(body.get("model", ""))), self._context.in_flight.output_lengths
+        endpoint, model, lengths = request.endpoint, request.model, self._context.in_flight.output_lengths
         prompt = answers = 0
-        for each in split(endpoint, body):
-            form = shape(endpoint, each, await self._prompts.facts(endpoint, each))
+        for each in split(endpoint, request.body):
+            form = shape(endpoint, each, await self._prompts.facts(endpoint, each), request.fields)
             prompt += form.prompt_tokens
             answers += form.choices * lengths.expected(model, form.longest)
         return prompt, answers
 
     def _forwarded(self, request: ForwardRequest, outcome: Outcome, failure: FailureRecord) -> None:
-        self._context.metrics.request_ended(None, request.model, outcome)
+        endpoint = _GENERATING.get(request.path)
+        self._context.metrics.request_ended(endpoint, request.model, outcome)
         self._context.metrics.keys.request_ended(request.api_key, outcome)
         if outcome is not Outcome.OK:
             level = logging.WARNING if outcome is Outcome.FAILED else logging.INFO
@@ -322,7 +323,7 @@ class Orchestrator:
             own_name = f"{name}-{index}" if len(bodies) > 1 else name
             facts = await self._prompts.facts(endpoint, body)
             text = None if context.prefix_source is None else facts.text
-            sub_request = SubRequest(request, held, shape(endpoint, body, facts), own_name, index, text)
+            sub_request = SubRequest(request, held, shape(endpoint, body, facts, request.fields), own_name, index, text)
             upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, timeline))
         log.begin(len(upstreams), upstreams[0].sub_request.shape.choices)
         return upstreams
@@ -340,9 +341,7 @@ async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, 
     """The answer to one prompt, as bytes (the node's own where nothing had to be changed) and parsed."""
     sub_request = upstream.sub_request
     try:
-        raw, answer = await upstream.start(
-            sub_request.body, lambda _: LegForm(), functools.partial(_read, sub_request.endpoint)
-        )
+        raw, answer = await upstream.start(lambda _: LegForm(), functools.partial(_read, sub_request.endpoint))
         usage = read_usage(answer.get("usage"))
         if usage is not None:
             upstream.record_usage(usage)

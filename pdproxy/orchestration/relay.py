@@ -22,9 +22,8 @@ from pdproxy.orchestration.journaled_stream import JournaledStream
 from pdproxy.orchestration.resources import node_down_fault
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.raw_json import value_of
-from pdproxy.request import NO_ADDITIONS, ONLY_USAGE, Endpoint, Json, SubRequest
+from pdproxy.request import Endpoint, SubRequest
 from pdproxy.response import Sink
-from pdproxy.stream.choice_state import NotContinuable
 from pdproxy.transport.port import HttpResponse
 
 PROGRESS_SECONDS = 0.1
@@ -42,8 +41,9 @@ class Relay:
         self._sub_request = upstream.sub_request
         self._on_finished = on_finished
         self._adds_usage = _adds_usage(upstream.sub_request)
-        usage = ONLY_USAGE if self._adds_usage else NO_ADDITIONS
-        self._continuity = Continuity(upstream.sub_request, context.config.migrations, upstream.nodes, usage)
+        self._continuity = Continuity(
+            upstream.sub_request, context.config.migrations, upstream.nodes, adds_usage=self._adds_usage
+        )
         self._transcript = self._continuity.transcript
         self._decode_stream: DecodeStream | None = None
         self._ready = b""
@@ -61,10 +61,10 @@ class Relay:
 
     async def start(self) -> None:
         """Wait for the first event; raises as `UpstreamRequest.start`."""
-        self._ready = await self._start_on_node(self._sub_request.body)
+        self._ready = await self._start_on_node()
         self._passed_on_at = self._context.clock.now()
         self._upstream.timeline.answer.began_with(self._ready)
-        self._context.metrics.continuable(self._continuity.obstacle(self._upstream.node))
+        self._context.metrics.continuable(self._continuity.obstacle)
         self._drop_unneeded_body()
         self.outcome = Outcome.CLIENT_GONE
 
@@ -95,8 +95,8 @@ class Relay:
             if self.outcome is not None:
                 self._on_finished(self.outcome)
 
-    async def _start_on_node(self, body: Json) -> bytes:
-        first_event = await self._upstream.start(body, self._continuity.new_form, self._read_first_event)
+    async def _start_on_node(self) -> bytes:
+        first_event = await self._upstream.start(self._continuity.new_form, self._read_first_event)
         self._upstream.resources.slot.on_node_down(self._on_node_down)
         return first_event
 
@@ -109,10 +109,10 @@ class Relay:
         return read_first
 
     def _decode_stream_of(self, response: HttpResponse, usage_filter: UsageEventFilter | None) -> DecodeStream:
-        journal = self._continuity.journal
+        journal, tail = self._continuity.journal, self._note_ticket()
         if journal is None:
-            return DecodeStream(response, self._transcript, self._note_ticket, usage_filter)
-        return JournaledStream(response, self._transcript, self._note_ticket, usage_filter, journal)
+            return DecodeStream(response, self._transcript, tail, usage_filter)
+        return JournaledStream(response, self._transcript, tail, usage_filter, journal)
 
     def _note_ticket(self) -> int | None:
         """How many prompt tokens the node may compute with the leg's ticket; None where it has none. What its prefill
@@ -144,13 +144,13 @@ class Relay:
             piece = await decode_stream.read_next()
         except NodeFault as fault:
             return await self._on_fault(decode_stream, node_down_fault() if self._node_down else fault)
-        except (ClientError, NotContinuable) as error:
+        except ClientError as error:
             return await self._fail(error)
         self._passed_on(piece)
         return piece
 
     def _on_node_down(self) -> None:
-        """Active health gave the node up: abort the leg, but only where the stream can be continued elsewhere."""
+        """Active health gave the node up: abort the leg, but only where the stream can go on elsewhere."""
         if not self._node_down and self._move_now() is not None:
             self._node_down = True
             self._upstream.resources.abort_decode_leg()
@@ -204,10 +204,10 @@ class Relay:
         self._record_move()
         self._record_usage()
         try:
-            body = self._continuity.begin(move)
+            self._continuity.begin(move)
             await self._upstream.leave_node(move)
-            first_event = await self._start_on_node(body)
-        except (ClientError, UpstreamErrorResponse, NotContinuable) as error:
+            first_event = await self._start_on_node()
+        except (ClientError, UpstreamErrorResponse) as error:
             self._context.metrics.migrated(Attempt.FAILED)
             note_event("move_failed", {"move": move.value, "from_node": left})
             if not self._transcript.finished:
@@ -251,7 +251,7 @@ class Relay:
         """A leg has ended."""
         decode_stream, self._decode_stream = self._decode_stream, None
         if decode_stream is not None and decode_stream.usage is not None:
-            self._upstream.record_usage(decode_stream.usage, self._transcript.usage_so_far())
+            self._upstream.record_usage(decode_stream.usage)
 
 
 def _adds_usage(sub_request: SubRequest) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 from opentelemetry import trace
 
 from pdproxy.clock import Clock
-from pdproxy.errors import Fault, NodeFault, untraced
+from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.calls import NOTHING_HELD, PrefillAnswer, release
 from pdproxy.lifecycle import IllegalTransition
 from pdproxy.nodes.node import Node
@@ -52,32 +52,26 @@ def begin_leg_span(context: OrchestrationContext, sub_request: SubRequest, leg: 
     return leg_span(context.tracer, leg, sub_request.endpoint, model, label, facts)
 
 
-Interrupt = Callable[[BaseException], None]
-"""Ends the wait for a leg's answer: the error is raised there. The first one counts."""
-
-
 class LegWait:
     """Wait inside for a leg's answer: a STALL fault, as soon as active health has given its node up.
 
-    Where no alternative exists the leg waits on, for the node may come back. What entering gives ends it with an error.
-    It works as `asyncio.timeout` does, by cancelling the task and taking that back, and costs a third of one.
+    Where no alternative exists the leg waits on, for the node may come back. It works as `asyncio.timeout` does, by
+    cancelling the task and taking that back, and costs a third of one.
     """
 
-    __slots__ = ("_alternative_exists", "_cancelled", "_cancelling", "_error", "_handle", "_slot", "_task")
+    __slots__ = ("_alternative_exists", "_cancelled", "_cancelling", "_handle", "_slot", "_task")
 
     def __init__(self, slot: Slot, alternative_exists: Callable[[], bool]) -> None:
         self._slot = slot
         self._alternative_exists = alternative_exists
-        self._error: BaseException | None = None
         self._handle: asyncio.Handle | None = None
         self._cancelled = False
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
         self._slot.on_node_down(self._on_node_down)
-        return self._interrupt
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._slot.on_node_down(None)
@@ -85,16 +79,12 @@ class LegWait:
             return
         self._handle.cancel()  # where the wait ended first
         ours = self._cancelled and self._task.uncancel() <= self._cancelling
-        if ours and kind is asyncio.CancelledError and self._error is not None:
-            raise untraced(self._error) from error
+        if ours and kind is asyncio.CancelledError:
+            raise node_down_fault() from error
 
     def _on_node_down(self) -> None:
-        if self._alternative_exists():
-            self._interrupt(node_down_fault())
-
-    def _interrupt(self, error: BaseException) -> None:
-        if self._handle is None:  # later, for the task itself may be calling
-            self._error, self._handle = error, asyncio.get_running_loop().call_soon(self._cancel)
+        if self._handle is None and self._alternative_exists():  # later, for the task itself may be calling
+            self._handle = asyncio.get_running_loop().call_soon(self._cancel)
 
     def _cancel(self) -> None:
         self._cancelled = True

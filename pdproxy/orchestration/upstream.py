@@ -1,34 +1,29 @@
 """One prompt's way through plan, prefill and decode, with its retries, up to a decode leg that answers.
 
-Where the decode node can wait for its ticket both legs go out at once, and `Rendezvous` brings them together; elsewhere
-one follows the other. Everything that it holds meanwhile is in `HeldResources`: `aclose` gives it back, whenever it is
-called.
+The decode leg goes out once there is a ticket, and carries it. Everything that the request holds meanwhile is in
+`HeldResources`: `aclose` gives it back, whenever it is called.
 """
 
-import asyncio
-import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
 
-from pdproxy.errors import Fault, NodeFault
+from pdproxy.errors import NodeFault
 from pdproxy.failures import Moment, Step
 from pdproxy.legs.calls import decode, prefill, prompt_digest
-from pdproxy.legs.rewrite import decode_body, prefill_body
-from pdproxy.legs.shape import estimated_prompt_tokens
-from pdproxy.lifecycle import IllegalTransition, RequestLifecycle, RequestState, Transition
+from pdproxy.legs.rewrite import decode_body, prefill_body, with_usage
+from pdproxy.lifecycle import IllegalTransition, RequestLifecycle, Transition
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.outlier import Source
-from pdproxy.observe.labels import Delivery, Leg, Move, Phase
+from pdproxy.observe.labels import Leg, Move, Phase
 from pdproxy.observe.tracing import LegSpan
 from pdproxy.orchestration.answer_record import Route
 from pdproxy.orchestration.client_errors import final_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
 from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.node_picker import NodePicker
-from pdproxy.orchestration.rendezvous import PlanAgain, Rendezvous, Undelivered, WaitingLeg, can_wait, deliver_nothing
 from pdproxy.orchestration.resources import (
     BackgroundTasks,
     HandOver,
@@ -37,10 +32,8 @@ from pdproxy.orchestration.resources import (
     begin_leg_span,
 )
 from pdproxy.planning.demand import Decoded, Prefilled
-from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Place
-from pdproxy.request import Endpoint, Json, LegForm, LocalReason, SubRequest
-from pdproxy.settings.types import Legs
+from pdproxy.request import Endpoint, LegForm, LocalReason, SubRequest
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
 
@@ -71,12 +64,9 @@ class UpstreamRequest:
         timeline: Timeline,
     ) -> None:
         self._context = context
-        self._together = context.config.legs is Legs.TOGETHER
         self._background_tasks = background_tasks
         self.timeline = timeline
         self._life = RequestLifecycle()
-        self._rendezvous: Rendezvous | None = None
-        self._prefill_node: Node | None = None
         self._decode_node: Node | None = None
         self.sub_request = sub_request
         self.nodes = NodePicker(context, sub_request, timeline)
@@ -85,8 +75,8 @@ class UpstreamRequest:
         self.recomputed = False
         self._move: Move | None = None
 
-    async def start(self, body: Json, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
-        """Send a body (the client's, or its continuation) to the nodes; what ``read_answer`` makes of the answer.
+    async def start(self, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
+        """Send the request to the nodes; what ``read_answer`` makes of the answer.
 
         Raises:
             ClientError: every retry failed, or none is left.
@@ -94,18 +84,14 @@ class UpstreamRequest:
         """
         self.nodes.reset()
         await self.nodes.look_up()
-        node = await self._plan_and_prefill(body)
+        node = await self._plan_and_prefill()
         while True:
             try:
-                return await self._decode_on(node, body, form_for, read_answer)
+                return await self._decode_on(node, form_for, read_answer)
             except NodeFault as fault:
-                node = await self._after_failed_decode(node, fault, body)
-            except Undelivered as error:
-                node = await self._after_failed_delivery(error, body)
-            except PlanAgain:
-                node = await self._plan_anew(body)
+                node = await self._after_failed_decode(node, fault)
 
-    async def _after_failed_decode(self, node: Node, fault: NodeFault, body: Json) -> Node:
+    async def _after_failed_decode(self, node: Node, fault: NodeFault) -> Node:
         """The decode node for the next try."""
         self.resources.leg_span.failed(fault.fault)
         step = self.nodes.failed(Leg.DECODE, node, fault, ticket_works=self._ticket_works())
@@ -118,46 +104,30 @@ class UpstreamRequest:
             if node.name in self._context.pool:
                 return self._acquire_decode(node)
         if step in (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.AT_ENDPOINT):
-            return await self._plan_anew(body)
+            return await self._plan_anew()
         raise final_error(Leg.DECODE, Moment.OPENING, step, fault)
 
-    async def _after_failed_delivery(self, error: Undelivered, body: Json) -> Node:
-        """The decode node that gets the request anew, with its ticket, or without one where there is none."""
-        step = self.nodes.failed(Leg.DELIVERY, error.node, error.fault, ticket_works=self._ticket_works())
-        if error.fault.fault is Fault.CLIENT_ERROR:
-            self._context.waiting_places.shut(error.node.name, self._context.clock.now())
-        await self.resources.close_decode_leg()
-        await self._end_rendezvous()
-        other = self._other_decode() if step is Step.SAME_TICKET else None
-        if other is not None:
-            return other
-        known = error.node.name in self._context.pool
-        return self._acquire_decode(error.node) if known else await self._plan_anew(body)
-
     def _other_decode(self) -> Node | None:
-        """Another decode node for the ticket that is at hand, or that is still to come."""
-        other = self.nodes.other_decode(self._prefill_node if self.hand_over or self._pending else None)
+        """Another decode node for the ticket that is at hand."""
+        other = self.nodes.other_decode(None if self.hand_over is None else self.hand_over.node)
         if other is None:
             return None
         self._life.move(Transition.SAME_TICKET)
         return self._acquire_decode(other)
 
-    async def _plan_anew(self, body: Json) -> Node:
+    async def _plan_anew(self) -> Node:
         await self.resources.close_decode_leg()
-        await self._end_rendezvous()
         self._life.move(Transition.AGAIN)
         self.resources.release_hand_over()
-        return await self._plan_and_prefill(body)
+        return await self._plan_and_prefill()
 
-    async def _plan_and_prefill(self, body: Json) -> Node:
-        """Plan, and prefill until there is a ticket, or the decode node is to wait or to compute; that decode node."""
+    async def _plan_and_prefill(self) -> Node:
+        """Plan, and prefill until there is a ticket, or the decode node is to compute; that decode node."""
         self.hand_over = None
         while (chosen := await self.nodes.next_plan(self._acquire_decode)).prefill is not None:
-            if self._together and can_wait(self._context, self.sub_request, chosen.decode):
-                return await self._begin_rendezvous(chosen, body)
             self._life.move(Transition.PREFILL)
             try:
-                self.hand_over = await self._prefill(chosen.prefill, body)
+                self.hand_over = await self._prefill(chosen.prefill)
             except NodeFault as fault:
                 self.nodes.prefill_failed(chosen.prefill, fault)
                 self._life.move(Transition.AGAIN)
@@ -168,48 +138,21 @@ class UpstreamRequest:
         self._life.move(Transition.LOCAL)
         return chosen.decode
 
-    async def _begin_rendezvous(self, chosen: Plan, body: Json) -> Node:
-        self._life.move(Transition.TOGETHER)
-        prefill_beside = functools.partial(self._prefill_beside, chosen, body)
-        self._rendezvous = Rendezvous(self._context, self.sub_request, self.timeline, chosen.decode, prefill_beside)
-        await asyncio.sleep(0)  # the prefill leg goes out first
-        return chosen.decode
-
-    async def _prefill_beside(self, chosen: Plan, body: Json) -> HandOver | None:
-        """Prefill for a decode leg that waits, which may move meanwhile; None where its node is to compute."""
-        while chosen.prefill is not None:
-            try:
-                self.hand_over = await self._prefill(chosen.prefill, body)
-            except NodeFault as fault:
-                self.nodes.prefill_failed(chosen.prefill, fault)
-            else:
-                return self.hand_over
-            decode_node = self._decode_node or chosen.decode
-            chosen = self.nodes.plan_for(decode_node)
-            if chosen.decode.name != decode_node.name:
-                raise PlanAgain
-        self._count_local(chosen.local)
-        return None
-
     def _ticket_works(self) -> bool:
-        """Whether there is a ticket that another decode node may try, or one is to come."""
-        if self.hand_over is None:
-            return self._pending
-        return self._context.clock.now() - self.hand_over.issued_at < self._context.config.ticket_life
+        """Whether there is a ticket that another decode node may try."""
+        age = None if self.hand_over is None else self._context.clock.now() - self.hand_over.issued_at
+        return age is not None and age < self._context.config.ticket_life
 
-    async def _prefill(self, node: Node, body: Json) -> HandOver:
+    async def _prefill(self, node: Node) -> HandOver:
         asked, context = self.sub_request, self._context
         hand_over_id = context.new_hand_over_id()
-        send_ticket = None if self._rendezvous is None else self._rendezvous.send_ticket()
-        leg = prefill_body(asked.endpoint, body, hand_over_id, asked.shape.choices, send_ticket)
+        leg = prefill_body(asked.endpoint, asked.body, hand_over_id, asked.shape.choices)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
-        self._prefill_node = node
         self.timeline.enter(Phase.PREFILL, node.name)
-        tokens = self.nodes.prompt_tokens if body is asked.body else estimated_prompt_tokens(body)
         load, headers, began = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node), context.clock.now()
         span = begin_leg_span(context, asked, Leg.PREFILL, node)
         try:
-            held = self.resources.prefilling(node, hand_over_id, tokens, load)
+            held = self.resources.prefilling(node, hand_over_id, self.nodes.prompt_tokens, load)
             with held as slot, LegWait(slot, self.nodes.possible), span:
                 answer = await prefill(
                     context.transport, node, asked.endpoint, leg, headers, timeouts, self.resources.prefill_resent
@@ -231,15 +174,12 @@ class UpstreamRequest:
         self.resources.leg_span = span
         return span
 
-    async def _decode_on(self, node: Node, body: Json, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
+    async def _decode_on(self, node: Node, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
         asked, transport = self.sub_request, self._context.transport
-        if self._life.state is RequestState.WAITING:
-            if self._pending and can_wait(self._context, asked, node):
-                return await self._decode_waiting(node, body, form_for(node), read_answer)
-            await self._conclude_rendezvous()
         ticket = None if self.hand_over is None else self.hand_over.answer.ticket
         form = form_for(node)
-        leg = decode_body(asked.endpoint, body, ticket, form.additions)
+        leg = decode_body(asked.body, ticket)
+        leg = with_usage(leg) if form.adds_usage else leg
         timeouts = self._context.config.decode_timeouts(self.remaining_seconds())
         self.timeline.enter(Phase.HANDOVER, node.name)
         with LegWait(self.resources.slot, self.nodes.possible):
@@ -248,27 +188,6 @@ class UpstreamRequest:
                 response = await decode(transport, node, asked.endpoint, leg, headers, timeouts, form)
             self.timeline.enter(Phase.DECODE, node.name)
             result = await read_answer(self.resources.hold_response(response))
-        self._first_event(node)
-        return result
-
-    async def _decode_waiting(self, node: Node, body: Json, form: LegForm, read_answer: ReadAnswer[Result]) -> Result:
-        rendezvous, asked, transport = self._rendezvous, self.sub_request, self._context.transport
-        assert rendezvous is not None
-        leg_wait = LegWait(self.resources.slot, self.nodes.possible)
-        with leg_wait as interrupt, rendezvous.waiting(node, interrupt) as wait:
-            leg = decode_body(asked.endpoint, body, wait.instead, form.additions)
-            headers = self.nodes.begin_leg(node)
-            with self._begin_decode_span(node):
-                response = await decode(transport, node, asked.endpoint, leg, headers, wait.timeouts, form)
-            if not asked.shape.stream:  # the head of a stream says nothing: it comes before the ticket
-                self.timeline.enter(Phase.DECODE, node.name)
-            result = await read_answer(self.resources.hold_response(response))
-        await rendezvous.prefill_ended(wait)
-        self.timeline.enter(Phase.DECODE, node.name)
-        if not rendezvous.prefilled:
-            await self._forgo_ticket(wait)
-        elif not rendezvous.told:  # the node may have begun without its ticket; to release what was read does no harm
-            self.resources.release_hand_over()
         self._first_event(node)
         return result
 
@@ -291,30 +210,6 @@ class UpstreamRequest:
         else:
             self.resources.forget_hand_over()
 
-    async def _forgo_ticket(self, leg: WaitingLeg) -> None:
-        """The decode node did not wait to the end."""
-        await self._end_rendezvous()
-        self.resources.release_hand_over()
-        self._background_tasks.run(deliver_nothing(self._context, self.sub_request, leg))
-        self._context.metrics.delivered(Delivery.UNNEEDED)
-        self._count_local(LocalReason.UNDELIVERED)
-
-    async def _conclude_rendezvous(self) -> None:
-        """The decode leg goes out in its turn: once there is a ticket, or none is to come."""
-        if self._rendezvous is not None:
-            await self._rendezvous.result()
-        self._life.move(Transition.LOCAL if self.hand_over is None else Transition.TICKET)
-
-    async def _end_rendezvous(self) -> None:
-        rendezvous, self._rendezvous = self._rendezvous, None
-        if rendezvous is not None:
-            await rendezvous.aclose()
-
-    @property
-    def _pending(self) -> bool:
-        """Whether a prefill leg is under way, or its ticket to the decode leg that waits for it."""
-        return self._rendezvous is not None and self._rendezvous.pending
-
     def _count_local(self, reason: LocalReason | None) -> None:
         if reason is not None:
             self._context.metrics.planned_local(reason)
@@ -333,19 +228,14 @@ class UpstreamRequest:
         self._life.move(Transition.MIGRATE)
         self.resources.release_hand_over()
         self.nodes.leave(self.node, move)
-        await self._end_rendezvous()
         await self.resources.close_decode_leg()
 
     async def aclose(self) -> None:
         """Give everything back. Idempotent."""
         self._life.move(Transition.END)
         self.sub_request.held.drop()
-        try:
-            if self._rendezvous is not None:  # first: a prefill that goes on could take hold of another node
-                await self._end_rendezvous()
-        finally:
-            self.nodes.end()
-            await self.resources.aclose()
+        self.nodes.end()
+        await self.resources.aclose()
 
     @property
     def resumed(self) -> bool:
@@ -364,11 +254,8 @@ class UpstreamRequest:
         """The decode node that was chosen last; "" before there is one."""
         return "" if self._decode_node is None else self._decode_node.name
 
-    def record_usage(self, usage: Usage, whole: Usage | None = None) -> None:
-        """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt.
-
-        ``whole``: that of the client's whole answer, where other legs had a part in it.
-        """
+    def record_usage(self, usage: Usage) -> None:
+        """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt."""
         self.resources.leg_span.used(usage)
         asked, answer = self.sub_request, self.timeline.answer
         self.nodes.admission.used((usage.prompt or 0) + (usage.completion or 0))
@@ -382,7 +269,7 @@ class UpstreamRequest:
         self._context.in_flight.answered(asked.request.model, route, shown, asked.shape.choices)
         self.recomputed = route is Route.RECOMPUTED
         self.nodes.answered(self._decode_node, usage, None if self.recomputed else self.hand_over)
-        answer.used(asked.index, whole or shown)
+        answer.used(asked.index, shown)
         if self.recomputed:
             self._record_recomputed()
         self._record_pace(usage)

@@ -1,4 +1,4 @@
-"""The policies `prefix` and `hybrid`: the places that cost a prompt least, by what they have cached of it. Pure.
+"""The policy `cache`: the places that cost a prompt least, by what they have cached of it. Pure.
 
 Prefill and decode places are priced apart (`cost`) and the best of each cohort go together, for what a hand-over costs
 depends on the decode place alone. Only places that have something cached are priced one by one; all others differ by
@@ -13,13 +13,15 @@ from types import MappingProxyType
 
 from pdproxy.nodes.node import Bars, NodeView, Role
 from pdproxy.observe.labels import RouteReason
-from pdproxy.planning.cost import NO_HIT, HandOverPrice, LocalPrice, PrefillPrice, Price, Quote, Usable, may_keep_states
+from pdproxy.planning.cost import NO_HIT, HandOverPrice, LocalPrice, PrefillPrice, Price, Quote, may_keep_states
 from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Choice, Decision
 from pdproxy.planning.prefix import Hit, HitSource, Place
 from pdproxy.planning.rates import Rates
 from pdproxy.planning.session import own_index
 
+ITL_BUDGET = 0.1
+"""Seconds; the default of ``policy.itl_budget``."""
 NEAR_SECONDS, NEAR_SHARE = 0.002, 0.05
 """Costs that differ by less than this, or than this share, are the same: no estimate is better than that."""
 FEW = 8
@@ -37,15 +39,11 @@ class CacheAware:
     """Chooses by cost.
 
     Attributes:
-        usable: how much of a hit a place can use that computes the prompt.
-        copy_share: see `cost`.
         itl_budget: seconds for which a decode node's streams may get no token since it computes a prompt that a prefill
             node could; 0: it never does.
     """
 
-    usable: Usable
-    copy_share: float = 0.0
-    itl_budget: float = 0.0
+    itl_budget: float = ITL_BUDGET
 
     def node(self, candidates: Candidates, role: Role, turn: int) -> Choice | None:
         """Without a partner a decode node computes the prompt itself."""
@@ -100,13 +98,13 @@ class Market:
         stateful = [hit.attention for view, _, hit in self._hits[Role.PREFILL] if may_keep_states(view.node)]
         deepest = max(stateful, default=0)
         work = rates.prefill_work if self._hits[Role.PREFILL] else None
-        self.prefill = PrefillPrice(self.tokens, rates, policy.usable, deepest, policy.copy_share, work)
+        self.prefill = PrefillPrice(self.tokens, rates, deepest, work)
         self.hand_over = HandOverPrice(self.tokens, rates)
 
     @property
     def local(self) -> LocalPrice:
         """The price of decode places that compute; made anew each time, for few plans ask for it."""
-        return LocalPrice(self.tokens, self._rates, self._policy.usable)
+        return LocalPrice(self.tokens, self._rates)
 
     def hits(self, role: Role) -> "Sequence[_PlaceHit]":
         """What places of a role have cached."""
@@ -143,7 +141,7 @@ class Market:
 
     def _only_there(self, alone: Quote) -> int:
         """How many tokens a decode place has that no prefill place has."""
-        return max(0, self._policy.usable(alone.hit) - self.furthest(Role.PREFILL))
+        return max(0, alone.hit.resume - self.furthest(Role.PREFILL))
 
     def again(self, alone: Quote, prefill: Quote) -> float:
         """Seconds that prefill places will need later where a decode place computes the prompt alone now.
@@ -151,11 +149,11 @@ class Market:
         That is for what this prefill place would compute now, so that a move to a place which is less busy is not
         thought to be saved when it is put off; without what only the decode place has, which is lacking either way.
         """
-        return self.prefill.own_seconds(self.tokens - self._policy.usable(prefill.hit) - self._only_there(alone))
+        return self.prefill.own_seconds(self.tokens - prefill.hit.resume - self._only_there(alone))
 
     def furthest(self, role: Role) -> int:
         """The most tokens of which a place of that role need not compute any."""
-        return max((self._policy.usable(hit) for _, _, hit in self.hits(role)), default=0)
+        return max((hit.resume for _, _, hit in self.hits(role)), default=0)
 
     def all_quotes(self, price: Price, views: Sequence[NodeView], hits: "Sequence[_PlaceHit]") -> list[Quote]:
         """Of the places that have something cached, and of the lightest rank of each other node."""
@@ -207,11 +205,11 @@ class Market:
 
     def reason(self, chosen: Quote, role: Role) -> RouteReason:
         """Why this place computes the prompt."""
-        usable, needs = self._policy.usable, self.candidates.needs
+        needs = self.candidates.needs
         if needs.prefix is None:
             guessed = needs.session is not None and chosen.hit.attention > 0
             return RouteReason.SESSION if guessed else RouteReason.NOTHING_CACHED
-        own = usable(chosen.hit)
+        own = chosen.hit.resume
         if own < self.furthest(role):
             return RouteReason.LOAD
         if own:
@@ -220,7 +218,7 @@ class Market:
 
     def decision(self, reason: RouteReason, computing: Quote, decode: Quote | None = None) -> Decision:
         """What is planned: one place computes the prompt, and ``decode`` takes it over where that is another one."""
-        computed = self.tokens - self._policy.usable(computing.hit)
+        computed = self.tokens - computing.hit.resume
         if decode is None:
             return Decision(reason, self.tokens, None, computing.hit, computed, computing.seconds, 0.0)
         return Decision(

@@ -14,7 +14,7 @@ theirs. Without that, conversations gather where their system prompt is, beside 
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -83,38 +83,27 @@ class Price(Protocol):
         """The cost of one place."""
 
 
-Usable = Callable[[Hit], int]
-"""How many of a hit's tokens a place that computes the prompt need not compute."""
-
-
 class PrefillPrice:
     """Of a prefill node: what waits there, and what the prompt's uncached tokens take.
 
     Args:
         tokens: in the prompt.
-        usable: as its type says.
         deepest: the longest prefix of which any place has the attention blocks; 0 where there are no states to keep.
-        copy_share: `COPY_SHARE`, or 0.
         work: how busy places were lately; None for a prompt that no place has cached, which goes by queues alone.
     """
 
     __slots__ = (
-        "_busy", "_copy_share", "_deepest", "_factor", "_fresh_seconds", "_later", "_rates", "_role", "_tokens",
-        "_usable", "_weight",
+        "_busy", "_deepest", "_factor", "_fresh_seconds", "_later", "_rates", "_role", "_tokens", "_weight",
     )  # fmt: skip
 
-    def __init__(
-        self, tokens: int, rates: Rates, usable: Usable, deepest: int, copy_share: float, work: RecentWork | None
-    ) -> None:
-        self._tokens, self._usable = tokens, usable
-        self._deepest, self._copy_share = deepest, copy_share
-        self._rates = rates
+    def __init__(self, tokens: int, rates: Rates, deepest: int, work: RecentWork | None) -> None:
+        self._tokens, self._deepest, self._rates = tokens, deepest, rates
         self._role, self._factor = rates.role(Work.PREFILL), rates.factors(Work.PREFILL).get
-        self._fresh_seconds = self._role.seconds(tokens + copy_share * deepest)
+        self._fresh_seconds = self._role.seconds(tokens + COPY_SHARE * deepest)
         self._busy, self._weight, usual = _NOT_BUSY.get, 0.0, 0.0
         if work is not None:
             self._busy, self._weight, usual = work.busy.get, work.weight, work.usual
-        self._later = (AGAINST_COPIES if copy_share * deepest else LATER_PROMPTS) * usual
+        self._later = (AGAINST_COPIES if deepest else LATER_PROMPTS) * usual
         """What it costs later prompts that a place is always busy."""
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
@@ -132,10 +121,10 @@ class PrefillPrice:
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
         fixed, per_token, name = self._role.fixed, self._role.per_token, view.name
-        factor, own = self._factor(name, 1.0), self._tokens - self._usable(hit)
+        factor, own = self._factor(name, 1.0), self._tokens - hit.resume
         seconds = ((view.legs[rank] + 1) * fixed + (view.queued[rank] + own) * per_token) * factor
         lacking = self._deepest - hit.attention
-        copies = self._copy_share * lacking * per_token * factor if lacking > 0 else 0.0
+        copies = COPY_SHARE * lacking * per_token * factor if lacking > 0 else 0.0
         if_busy = WAITING * (fixed + own * per_token) + self._later
         waits = self._busy(name, 0.0) * self._weight * if_busy
         return Quote((seconds + copies + waits) / view.room, seconds, view, rank, hit)
@@ -174,10 +163,10 @@ class HandOverPrice:
 class LocalPrice:
     """Of a decode node that computes the prompt itself: what waits there, its uncached tokens, the node's load."""
 
-    __slots__ = ("_rates", "_tokens", "_usable")
+    __slots__ = ("_rates", "_tokens")
 
-    def __init__(self, tokens: int, rates: Rates, usable: Usable) -> None:
-        self._tokens, self._rates, self._usable = tokens, rates, usable
+    def __init__(self, tokens: int, rates: Rates) -> None:
+        self._tokens, self._rates = tokens, rates
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         role, of, each = self._rates.role(Work.LOCAL), self._rates.factors(Work.LOCAL).get, SEQUENCE_SECONDS
@@ -193,7 +182,7 @@ class LocalPrice:
 
     def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
         pace = self._rates.pace(Work.LOCAL, view.name)
-        seconds = pace.seconds(view.queued[rank] + self._tokens - self._usable(hit)) + load_seconds(view, rank)
+        seconds = pace.seconds(view.queued[rank] + self._tokens - hit.resume) + load_seconds(view, rank)
         return Quote(seconds / view.room, seconds, view, rank, hit)
 
     def stall(self, view: NodeView, rank: int, hit: Hit) -> float:
@@ -204,7 +193,7 @@ class LocalPrice:
         To count both would turn away prompts for which a prefill place then computes all that it lacks.
         """
         per_token = self._rates.pace(Work.LOCAL, view.name).per_token
-        return per_token * max(view.queued[rank], self._tokens - self._usable(hit))
+        return per_token * max(view.queued[rank], self._tokens - hit.resume)
 
 
 def load_seconds(view: NodeView, rank: int) -> float:

@@ -1,7 +1,7 @@
 """Which nodes a request goes to, and whether to disaggregate at all: pure, decided from a snapshot before any I/O.
 
-What is possible stands here, and so does the default policy for choosing among it, `LeastLoaded`; the others, and all
-of them by name, are in `policies`.
+What is possible stands here, and so does the simplest policy for choosing among it, `LeastLoaded`, on which `session`
+falls back. `policies` has all of them by name.
 """
 
 import dataclasses
@@ -136,16 +136,16 @@ class PlanPolicy:
     """The operator's choices.
 
     Attributes:
+        routing: how one is chosen among several nodes.
         on_prefill_failure: FAIL refuses requests while there is no prefill node; else the decode node serves alone.
         on_no_decode: PREFILL lets a prefill node serve whole requests while there is no decode node.
         local_below_tokens: prompts known to be shorter are computed on the decode node; 0 for none.
-        routing: how one is chosen among several nodes.
     """
 
+    routing: RoutingPolicy
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
     on_no_decode: OnNoDecode = OnNoDecode.FAIL
     local_below_tokens: int = 0
-    routing: RoutingPolicy = LEAST_LOADED
 
 
 def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) -> Plan:

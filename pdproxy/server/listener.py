@@ -24,7 +24,7 @@ _GONE = frozenset({errno.ECONNABORTED, errno.EPROTO, errno.EPERM})
 
 
 class Listener:
-    """Of one bound socket, from `open` to `close`.
+    """Of one socket that listens, from `open` to `close`.
 
     Args:
         bound: closed by `close`.
@@ -40,9 +40,8 @@ class Listener:
         self._pause: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Listen."""
+        """Accept connections."""
         self._bound.setblocking(False)
-        self._bound.listen(BACKLOG)
         self._read_on()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Several uvicorn servers on one event loop, ended together; each has a port, or gets connections from elsewhere."""
+"""Several uvicorn servers on one event loop, ended together, each on a port of its own."""
 
 import asyncio
 import contextlib
@@ -17,9 +17,10 @@ import uvicorn
 from pdproxy.errors import SettingsError
 from pdproxy.observe.labels import Refusal
 from pdproxy.observe.refused_connections import OnRefused, uncounted
-from pdproxy.server.listener import Listener
+from pdproxy.server.listener import BACKLOG, Listener
 from pdproxy.server.protocol import ConnectionLimits, GuardedProtocol, guarded
 from pdproxy.settings.model import Settings
+from pdproxy.settings.types import ReusePort
 from pdproxy.sockets import keep_alive
 
 _LOG = logging.getLogger("pdproxy.server")
@@ -65,41 +66,39 @@ def http_config(settings: Settings, app: AsgiApp, grace: float, on_refused: OnRe
 class Server(uvicorn.Server):
     """A uvicorn server without signal handlers, for `serve` has them, which accepts its connections by `Listener`.
 
-    ``bound``: the socket that it is to listen on; None where it serves only what it is given (`adopt`).
+    ``bound``: the socket that it accepts them from.
     """
 
-    def __init__(self, config: uvicorn.Config, bound: socket.socket | None) -> None:
+    def __init__(self, config: uvicorn.Config, bound: socket.socket) -> None:
         super().__init__(config)
         self.bound = bound
         self._listeners: list[Listener] = []
-        self._adopting: set[asyncio.Task[None]] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
 
     async def run_port(self) -> None:
         """Serve until `should_exit`."""
-        await self.serve(sockets=[] if self.bound is None else [self.bound])
+        await self.serve(sockets=[self.bound])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's, but for who accepts."""
         await super().startup([])
-        self._listeners = [Listener(each, self.take, self._on_refused) for each in sockets or ()]
+        self._listeners = [Listener(each, self._take, self._on_refused) for each in sockets or ()]
         for listener in self._listeners:
             listener.open()
 
-    def take(self, connection: socket.socket) -> None:
-        """Serve a connection that was accepted; as `adopt`, in a task of its own."""
-        task = asyncio.get_running_loop().create_task(self.adopt(connection))
-        self._adopting.add(task)
-        task.add_done_callback(self._adopting.discard)
+    def _take(self, connection: socket.socket) -> None:
+        """Serve a connection that was accepted."""
+        task = asyncio.get_running_loop().create_task(self._connect(connection))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
     @property
     def _on_refused(self) -> OnRefused:
         http = self.config.http
         return http.limits.on_refused if isinstance(http, type) and issubclass(http, GuardedProtocol) else uncounted
 
-    async def adopt(self, connection: socket.socket) -> None:
-        """Serve a connection that was accepted elsewhere, as if it had been accepted here; closes it."""
-        if not self.config.loaded:
-            self.config.load()
+    async def _connect(self, connection: socket.socket) -> None:
+        """Give the connection to a protocol, after its TLS handshake."""
         loop = asyncio.get_running_loop()
         if self.should_exit:
             connection.close()
@@ -143,27 +142,27 @@ class Server(uvicorn.Server):
     @property
     def address(self) -> str:
         """``host:port`` as bound."""
-        return "" if self.bound is None else address_of(self.bound)
+        host, port = self.bound.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def address_of(bound: socket.socket) -> str:
-    """``host:port`` of a bound socket."""
-    host, port = bound.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def bind(host: str, port: int, setting: str, reuse: ReusePort = ReusePort.OFF) -> socket.socket:
+    """A socket that listens at an address: from now on clients' connections wait in its queue.
 
-
-def bind(host: str, port: int, setting: str) -> socket.socket:
-    """A socket bound to an address.
+    With ``reuse``, other processes of this user may listen there too, if they also ask for it.
 
     Raises:
-        SettingsError: it is taken, or not this machine's; names the setting.
+        SettingsError: the address is taken, or not this machine's; names the setting.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse is ReusePort.ON:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     keep_alive(bound)
     try:
         bound.bind((host, port))
+        bound.listen(BACKLOG)  # of two that bind at once, this is refused to the second
     except OSError as error:
         bound.close()
         raise SettingsError(f"{setting}: {host}:{port} cannot be listened on: {error.strerror}.") from error

@@ -21,7 +21,6 @@ SHORT = {
     "listen.host": "--host",
     "listen.port": "--port",
     "listen.admin_port": "--admin-port",
-    "listen.workers": "--workers",
 }
 """Shorter flags for what is set most often."""
 

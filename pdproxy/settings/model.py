@@ -7,6 +7,7 @@ together by the validators here.
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from pdproxy.settings import types
@@ -43,8 +44,8 @@ class Listen(Section):
     """Between comments in a stream that has no event yet, for load balancers that cut silent connections; 0 is none."""
     root_path: types.PathPrefix = ""
     """Path prefix under which another proxy serves this one, such as /llm; requests may come with it or without."""
-    workers: types.Count = Field(default=1, ge=1, le=64)
-    """Processes that serve clients: one for each core to be used. `limits` are divided among them."""
+    reuse_port: types.ReusePort = types.ReusePort.OFF
+    """Whether several proxies of one user share `port` (SO_REUSEPORT, Linux), each with its own `admin_port`."""
     tls_certificate: types.OptionalFile = None
     """PEM certificate chain for the clients' port."""
     tls_key: types.OptionalFile = None
@@ -58,12 +59,21 @@ class Listen(Section):
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("listen.tls_certificate and listen.tls_key go together: set both, or neither.")
-        if self.metrics is types.MetricsPort.BOTH and self.workers > 1:
-            raise ValueError(
-                "listen.metrics is both and listen.workers is above 1: the clients' port would show the metrics of"
-                " one worker as if they were all. Leave listen.metrics at operators."
-            )
+        if self.reuse_port is types.ReusePort.ON:
+            self._check_shared_port()
         return self
+
+    def _check_shared_port(self) -> None:
+        if not self.port:
+            raise ValueError(
+                "listen.reuse_port is on and listen.port is 0: each proxy would pick a port of its own. Name the port"
+                " that they share."
+            )
+        if self.metrics is types.MetricsPort.BOTH:
+            raise ValueError(
+                "listen.metrics is both and listen.reuse_port is on: a scrape of the clients' port would reach one of"
+                " the proxies by chance. Leave listen.metrics at operators."
+            )
 
 
 class ConfiguredNode(Section):
@@ -169,8 +179,6 @@ class Deadlines(Section):
     """For running requests when the proxy ends; what outlives it gets an error event. SIGKILL must come later."""
     release: types.Seconds = Field(default=5.0, gt=0)
     """For telling a prefill node to free blocks."""
-    delivery: types.Seconds = Field(default=10.0, gt=0)
-    """For bringing a ticket to a decode node that waits for it."""
 
 
 class Limits(Section):
@@ -212,10 +220,8 @@ class Policy(Section):
     """What follows a failed prefill leg."""
     on_no_decode: types.OnNoDecode = types.OnNoDecode.FAIL
     """What follows where no decode node is left: with `prefill`, prefill nodes serve whole requests."""
-    routing: types.Routing = types.Routing.LEAST_LOADED
-    """How one of several nodes is chosen; `prefix` and `hybrid` go by what each of them has cached."""
-    legs: types.Legs = types.Legs.IN_TURN
-    """When the decode node gets the request: `in_turn`, with its ticket; `together`, at once, if it can wait for it."""
+    routing: types.Routing = types.Routing.CACHE
+    """How one of several nodes is chosen; `cache` goes by what each of them has cached and has to compute."""
     retries: types.Count = Field(default=2, ge=0, le=10)
     """Further nodes tried for one leg."""
     migrations: types.Count = Field(default=3, ge=0, le=100)
@@ -225,14 +231,22 @@ class Policy(Section):
     local_below_tokens: types.Tokens = Field(default=0, ge=0)
     """Prompts surely shorter are computed on the decode node; 0 is never."""
     itl_budget: types.Seconds = Field(default=0.1, ge=0, le=10)
-    """For `hybrid`: how long a prompt that a decode node resumes by itself may hold up its streams; 0 is never."""
+    """With `cache`: how long a prompt that a decode node resumes by itself may hold up its streams; 0 is never."""
+
+    @field_validator("routing", mode="before")
+    @classmethod
+    def _former_routing(cls, value: object) -> object:
+        instead = types.FORMER_ROUTING.get(value.strip().lower()) if isinstance(value, str) else None
+        if instead is not None:
+            raise PydanticCustomError(types.FORMER, "there is no such policy any more. Write " + instead)
+        return value
 
 
 class Events(Section):
     """KV events: nodes tell what they have cached."""
 
     read: types.ReadEvents = types.ReadEvents.AUTO
-    """Whether they are read; `auto`: where `policy.routing` is prefix or hybrid, and nodes publish them."""
+    """Whether they are read; `auto`: where `policy.routing` is `cache`, and nodes publish them."""
     token_ids_seconds: types.Seconds = Field(default=0.05, gt=0, le=60)
     """For a node to tell a prompt's token ids where the plan waits for them; later, the request goes on without."""
 

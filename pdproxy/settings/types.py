@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -31,7 +33,8 @@ class OneOf(enum.StrEnum):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         described = handler.resolve_ref_schema(handler(schema))
-        return {"enum": [*described["enum"], *([False] if "off" in list(cls) else [])]}
+        bare = [value for word, value in (("on", True), ("off", False)) if word in list(cls)]
+        return {"enum": [*described["enum"], *bare]}
 
 
 class OnPrefillFailure(OneOf):
@@ -54,39 +57,30 @@ class OnNoDecode(OneOf):
     """A prefill node serves the whole request."""
 
 
-class Legs(OneOf):
-    """When the decode leg of a request goes out."""
-
-    TOGETHER = "together"
-    """With the prefill leg, where the decode node can wait for the ticket."""
-    IN_TURN = "in_turn"
-    """When the prefill leg has brought the ticket."""
-
-
 class Routing(OneOf):
     """How one is chosen among several nodes."""
 
-    LEAST_LOADED = "least-loaded"
-    """The one with the fewest legs for its weight."""
-    ROUND_ROBIN = "round-robin"
-    """Each in its turn."""
+    CACHE = "cache"
+    """The one that costs least, by what it can resume from; or the decode node alone, where that costs less."""
     SESSION = "session"
     """The one that the session's key belongs to, while it has room."""
-    PREFIX = "prefix"
-    """The one that costs least, by its attention cache alone."""
-    HYBRID = "hybrid"
-    """The one that costs least, by what it can resume from; or the decode node alone, where that costs less."""
+    LEAST_LOADED = "least-loaded"
+    """The one with the fewest legs for its weight."""
 
 
-BY_CACHE = frozenset({Routing.PREFIX, Routing.HYBRID})
-"""Policies that ask what nodes have cached, and learn how fast they are."""
+FORMER_ROUTING: Mapping[str, Routing] = MappingProxyType(
+    {"hybrid": Routing.CACHE, "prefix": Routing.CACHE, "round-robin": Routing.LEAST_LOADED}
+)
+"""Policies of earlier releases, and what to write instead."""
+FORMER = "former"
+"""The type of a validation error for a value of an earlier release; the message says what to write instead."""
 
 
 class ReadEvents(OneOf):
     """Whether nodes' KV events are read."""
 
     AUTO = "auto"
-    """Where the policy goes by what nodes have cached."""
+    """Where the policy is `cache`."""
     ON = "on"
     OFF = "off"
 
@@ -123,6 +117,13 @@ class MetricsPort(OneOf):
 
     OPERATORS = "operators"
     BOTH = "both"
+
+
+class ReusePort(OneOf):
+    """Whether several proxies listen on one clients' port."""
+
+    ON = "on"
+    OFF = "off"
 
 
 class OtelExport(OneOf):

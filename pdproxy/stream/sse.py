@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.raw_json import IdList
 
 EVENT_BYTES = 16 * 1024 * 1024
 """The longest event that is buffered; log-probabilities of a long prompt fit."""
@@ -24,15 +23,14 @@ class Event(NamedTuple):
     Attributes:
         raw: the bytes as they came, the empty line at their end included.
         name: the ``event`` field.
-        data: the ``data`` lines joined by LF; None where there are none (a comment, a keep-alive). Without the ids of a
-            long prompt, where these are beside it: see `chunks.short_event_of`.
-        prompt_ids: what of the data stands beside it.
+        data: the ``data`` lines joined by LF; None where there are none (a comment, a keep-alive). With null in the
+            place of a long prompt's ids where it is ``shortened``: see `chunks.short_event_of`.
     """
 
     raw: bytes
     name: bytes = b""
     data: bytes | None = None
-    prompt_ids: IdList | None = None
+    shortened: bool = False
 
 
 class SseParser:
@@ -52,7 +50,7 @@ class SseParser:
     def feed(self, piece: bytes) -> list[Event]:
         """The events that ``piece`` completes; a `NodeFault` where one grows beyond `EVENT_BYTES`."""
         if not self.rest and _is_one_data_line(piece):
-            return [Event(piece, b"", piece[6:-2]) if len(piece) <= LONG_REST else self._read(piece)]
+            return [self._read(piece)]
         if len(self.rest) > LONG_REST and not _may_end(self._last or self.rest, piece):
             self._wait(piece)
             return []

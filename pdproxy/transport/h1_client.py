@@ -203,7 +203,7 @@ class H1Transport:
     async def _exchange(
         self, connection: H1Connection, request: HttpRequest, head: bytes, timeouts: Timeouts, due: float
     ) -> HttpResponse:
-        connection.begin(request.method, head, request.body, due, timeouts.hold)
+        connection.begin(request.method, head, request.body, due)
         try:
             await connection.head(timeouts.headers)
         except BaseException:

@@ -1,7 +1,6 @@
 """One connection to a node: an asyncio protocol around a `ResponseParser`, and its timeouts."""
 
 import asyncio
-import functools
 import math
 from collections.abc import Callable
 from typing import cast
@@ -11,7 +10,6 @@ from pdproxy.response import Sink
 from pdproxy.sockets import keep_alive
 from pdproxy.transport.faults import ProtocolError, timeout_fault, while_exchanging
 from pdproxy.transport.h1_messages import Origin, ResponseParser
-from pdproxy.transport.port import DeadlineHold
 
 
 class Watchdog:
@@ -114,7 +112,6 @@ class H1Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
         self._timeouts = (Fault.HEADERS_TIMEOUT, 0.0)
-        self._hold: DeadlineHold | None = None
         self._failure: NodeFault | None = None
         self._busy = self._lost = self._paused = False
 
@@ -134,12 +131,9 @@ class H1Connection(asyncio.Protocol):
         """The socket's descriptor, -1 once it is closed."""
         return -1 if self._transport is None else int(self._transport.get_extra_info("socket").fileno())
 
-    def begin(self, method: str, head: bytes, body: bytes, due: float, hold: DeadlineHold | None = None) -> None:
-        """Send a request. Its response must have ended at ``due``, in the loop's time; other waits are on ``hold``."""
+    def begin(self, method: str, head: bytes, body: bytes, due: float) -> None:
+        """Send a request. Its response must have ended at ``due``, in the loop's time."""
         self.answer.expect(method)
-        self._hold = hold if hold is not None and hold.held else None
-        if self._hold is not None:
-            self._hold.observe(functools.partial(self._on_hold_released, self._hold))
         self._watchdog.latest = due
         self._busy, lost = True, self.lost
         self._failure = while_exchanging(None, self._where) if lost else None
@@ -202,19 +196,12 @@ class H1Connection(asyncio.Protocol):
             raise untraced(self._failure)
         self._waiter = self._loop.create_future()
         self._timeouts = (fault, seconds)
-        self._watchdog.watch(seconds if self._hold is None else math.inf)
+        self._watchdog.watch(seconds)
         try:
             await self._waiter
         finally:
             self._watchdog.rest()
             self._waiter = None
-
-    def _on_hold_released(self, hold: DeadlineHold) -> None:
-        if self._hold is not hold:  # another exchange has begun
-            return
-        self._hold = None
-        if self._waiter is not None and not self._waiter.done():
-            self._watchdog.watch(self._timeouts[1])
 
     def _wake(self, bug: BaseException | None = None) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -281,7 +268,7 @@ class H1Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         """The last byte of the request is out: the wait for the head counts from here."""
-        if self._waiter is not None and self._hold is None:
+        if self._waiter is not None:
             self._watchdog.watch(self._timeouts[1])
 
     def connection_lost(self, exc: Exception | None) -> None:

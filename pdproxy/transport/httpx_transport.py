@@ -39,7 +39,7 @@ _CONNECTING = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError, httpx
 
 
 class HttpxTransport:
-    """See `port.Transport`. It knows no `DeadlineHold`: a question is answered at once."""
+    """See `port.Transport`."""
 
     def __init__(self, ssl_context: ssl.SSLContext) -> None:
         self._ssl_context = ssl_context

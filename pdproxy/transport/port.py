@@ -15,30 +15,6 @@ from pdproxy.request import Headers
 from pdproxy.response import Sink
 
 
-class DeadlineHold:
-    """Keeps the deadlines for a head and a first piece from running, until it is released.
-
-    For a request that its node is to keep waiting: until then there is nothing that it could answer to.
-    """
-
-    __slots__ = ("_on_release", "held")
-
-    def __init__(self) -> None:
-        self.held = True
-        self._on_release: Callable[[], None] | None = None
-
-    def observe(self, on_release: Callable[[], None]) -> None:
-        """Call ``on_release`` once it is released; a later observer takes the place of an earlier one."""
-        self._on_release = on_release
-
-    def release(self) -> None:
-        """From now on the deadlines run. Idempotent."""
-        self.held = False
-        on_release, self._on_release = self._on_release, None
-        if on_release is not None:
-            on_release()
-
-
 class Timeouts(msgspec.Struct, frozen=True):
     """How long each phase of one exchange may take, in seconds.
 
@@ -49,7 +25,6 @@ class Timeouts(msgspec.Struct, frozen=True):
         first: from the head to the body's first piece (fault STALL); None is ``stall``. A node sends a stream's head
             at once, and its first event only when the prompt was computed.
         whole: for the exchange as a whole, however lively it is (the fault of the phase that it is in then).
-        hold: while it is held, ``headers`` and ``first`` do not run; ``whole`` does, and must be finite.
     """
 
     connect: float = 5.0
@@ -57,7 +32,6 @@ class Timeouts(msgspec.Struct, frozen=True):
     stall: float = 120.0
     first: float | None = None
     whole: float = math.inf
-    hold: DeadlineHold | None = None
 
     @property
     def first_piece(self) -> float:
@@ -123,7 +97,7 @@ class Transport(Protocol):
         no fault, so it counts neither as a retry nor against the node. The request may be a POST that the node has
         begun to process (RFC 9110, 9.2.2): repeating it is safe for every call that is made to nodes. They compute an
         answer from their body and change nothing else; a node aborts the first copy when its connection ends; vLLM
-        gives each copy an engine request id of its own; delivery and release have the same effect once or twice. A
+        gives each copy an engine request id of its own; a release has the same effect once or twice. A
         prefill leg alone may leave something behind: the ticket of a first copy that ran to its end. It has the same
         hand-over id, so that ``on_resend`` and a release free it.
 

@@ -297,7 +297,7 @@ async def test_a_plan_is_explained_to_the_operator_alone(context: AdminContext) 
         for path, wrong, status in (
             ("/debug/plan", {**body, "model": "huge"}, 404),
             ("/debug/plan?endpoint=/v2", body, 400),
-            ("/debug/plan?endpoint=/v1/completions", {"model": ""}, 400),
+            ("/debug/plan?endpoint=/v1/completions", {"model": 7}, 400),
         ):
             assert (await client.post(path, json=wrong)).status_code == status
         context.pool.drain("d1")

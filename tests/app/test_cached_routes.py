@@ -1,4 +1,4 @@
-"""The policy `hybrid` through the whole proxy, in front of fake nodes on loopback: that everything is wired up."""
+"""The policy `cache` through the whole proxy, in front of fake nodes on loopback: that everything is wired up."""
 
 import logging
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import httpx
 import pytest
 
-from pdproxy.settings.model import Health, Policy, Settings
-from pdproxy.settings.types import FirstHandOver, OnNoDecode, Routing
+from pdproxy.settings.model import Health, Settings
+from pdproxy.settings.types import FirstHandOver, OnNoDecode
 from tests.app.running_proxy import RunningProxy, running_proxy
 
-SETTINGS = Settings(policy=Policy(routing=Routing.HYBRID), health=Health(first_hand_over=FirstHandOver.WARM_UP))
+SETTINGS = Settings(health=Health(first_hand_over=FirstHandOver.WARM_UP))
 CHAT: dict[str, Any] = {
     "model": "m",
     "messages": [{"role": "user", "content": "word " * 500}],

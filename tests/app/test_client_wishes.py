@@ -11,7 +11,8 @@ import pytest
 from backports import zstd
 
 from pdproxy.request import Endpoint
-from pdproxy.settings.model import Limits, Listen, Settings
+from pdproxy.settings.model import Limits, Listen, Policy, Settings
+from pdproxy.settings.types import Routing
 from pdproxy.sockets import keep_alive
 from tests.app.running_proxy import RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -136,7 +137,9 @@ async def test_comments_go_on_through_a_retry() -> None:
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))
 async def test_an_error_after_comments_is_the_streams_last_event(endpoint: Endpoint) -> None:
-    async with running_proxy(QUICK) as proxy:
+    """By load, for the decode node could compute alone a prompt that was sent to it before."""
+    by_load = QUICK.model_copy(update={"policy": Policy(routing=Routing.LEAST_LOADED)})
+    async with running_proxy(by_load) as proxy:
         for fault in (InjectedFault(FaultKind.STATUS, status=400), InjectedFault(FaultKind.RESET)):
             proxy.decode.fault = fault
             proxy.prefill.stepping.clear()

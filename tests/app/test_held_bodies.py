@@ -52,6 +52,13 @@ async def held(server: RunningProxy) -> int:
     return int(float(page.partition("\npdproxy_body_bytes ")[2].split()[0]))
 
 
+@pytest.fixture
+def no_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No node writes journals."""
+    monkeypatch.setattr(FakeNode, "can_resume", False)
+
+
+@pytest.mark.usefixtures("no_journal")
 async def test_streams_of_large_images_leave_room_for_others_once_they_have_begun() -> None:
     async with running_proxy(Settings()) as server, contextlib.AsyncExitStack() as streams:
         server.decode.fault = HELD_OPEN
@@ -65,18 +72,21 @@ async def test_streams_of_large_images_leave_room_for_others_once_they_have_begu
 
 
 TEXT = chat_body(0) | {"messages": [{"role": "user", "content": "x" * SIZE}]}
-STREAMS: dict[str, tuple[Policy, dict[str, Any], bool]] = {
-    "image": (Policy(), chat_body(SIZE), True),
-    "several choices": (Policy(), chat_body(0, n=2, user="x" * SIZE), True),
-    "text that may move": (Policy(), TEXT, False),
-    "text, and no migration": (Policy(migrations=0), TEXT, True),
+STREAMS: dict[str, tuple[Policy, dict[str, Any], bool, bool]] = {
+    "image": (Policy(), chat_body(SIZE), False, True),
+    "several choices": (Policy(), chat_body(0, n=2, user="x" * SIZE), False, True),
+    "text": (Policy(), TEXT, False, True),
+    "text that may move": (Policy(), TEXT, True, False),
+    "image that may move": (Policy(), chat_body(SIZE), True, False),
+    "text, and no migration": (Policy(migrations=0), TEXT, True, True),
 }
-"""Of each the policy, the body, and whether nothing of it counts once the stream has begun. Nodes keep no journal."""
+"""Of each the policy, the body, whether nodes write journals, and whether nothing of it counts once it has begun."""
 
 
 @pytest.mark.parametrize("name", STREAMS)
-async def test_a_stream_counts_while_it_may_move(name: str) -> None:
-    policy, body, gone = STREAMS[name]
+async def test_a_stream_counts_while_it_may_move(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, body, resumes, gone = STREAMS[name]
+    monkeypatch.setattr(FakeNode, "can_resume", resumes)
     async with running_proxy(Settings(limits=SMALL, policy=policy)) as server:
         server.decode.fault = InjectedFault(FaultKind.STALL, at=4)
         async with begun(server, {"json": body}, events=4):
@@ -96,8 +106,7 @@ async def test_a_stream_counts_until_something_was_generated() -> None:
             assert await held(server) > SIZE
 
 
-async def test_a_stream_with_a_journal_counts_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeNode, "can_resume", True)
+async def test_a_stream_with_a_journal_counts_until_it_ends() -> None:
     async with running_proxy(Settings(limits=SMALL)) as server:
         server.decode.fault = HELD_OPEN
         async with begun(server, {"json": chat_body(SIZE)}):
@@ -106,8 +115,9 @@ async def test_a_stream_with_a_journal_counts_until_it_ends(monkeypatch: pytest.
         await server.until("pdproxy_body_bytes 0.0")
 
 
+@pytest.mark.usefixtures("no_journal")
 async def test_several_prompts_count_until_the_last_of_them_needs_none() -> None:
-    body = {"model": "m", "prompt": ["x" * SIZE, "y"], "max_tokens": 8, "stream": True, "presence_penalty": 1}
+    body = {"model": "m", "prompt": ["x" * SIZE, "y"], "max_tokens": 8, "stream": True}
     async with running_proxy(Settings(limits=SMALL)) as server:
         server.decode.fault = InjectedFault(FaultKind.STALL, at=3, times=2)
         async with begun(server, {"json": body}, "/v1/completions", events=4):

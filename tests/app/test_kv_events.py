@@ -30,11 +30,11 @@ def built(**variables: str) -> KvEvents | None:
 @pytest.mark.parametrize(
     ("read", "routing", "wanted"),
     [
-        ("auto", "hybrid", True),
-        ("auto", "prefix", True),
+        ("auto", "cache", True),
+        ("auto", "session", False),
         ("auto", "least-loaded", False),
         ("on", "least-loaded", True),
-        ("off", "hybrid", False),
+        ("off", "cache", False),
     ],
 )
 def test_events_are_read_where_the_policy_goes_by_them(read: str, routing: str, wanted: bool) -> None:

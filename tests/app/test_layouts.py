@@ -49,6 +49,7 @@ async def test_a_ticket_in_a_streams_event_is_not_shown(layout: tuple[str, str])
         pieces = tuple(
             b"data: " + json.dumps(each, separators=layout).encode() + b"\n\n" for each in (event, event, ticket, last)
         )
+        proxy.decode.can_resume = False
         proxy.decode.stream_pieces = (*pieces, b"data: [DONE]\n\n")
         got = await proxy.client.post(Endpoint.CHAT, json={"model": "m", **body_for(Endpoint.CHAT, stream=True)})
         assert got.content.endswith(b"data: [DONE]\n\n")
@@ -58,7 +59,7 @@ async def test_a_ticket_in_a_streams_event_is_not_shown(layout: tuple[str, str])
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_an_error_event_is_noticed(layout: tuple[str, str]) -> None:
     async with running_proxy(Settings()) as proxy:
-        laid_out(proxy, layout, resumes=False)
+        laid_out(proxy, layout, resumes=True)
         for endpoint in Endpoint:
             proxy.decode.fault = InjectedFault(FaultKind.ERROR_EVENT, at=3, times=1)
             got = await proxy.client.post(endpoint, json={"model": "m", **body_for(endpoint, stream=True)})

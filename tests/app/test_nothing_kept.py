@@ -11,14 +11,13 @@ import pytest
 import pytest_asyncio
 
 from pdproxy.request import ClientRequest, SubRequest
-from pdproxy.settings.model import Health, Limits, Policy, Settings
-from pdproxy.settings.types import FirstHandOver, Legs, Routing
+from pdproxy.settings.model import Health, Limits, Settings
+from pdproxy.settings.types import FirstHandOver
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
 
 SETTINGS = Settings(
     limits=Limits(body_bytes=200_000, held_bytes=400_000),
-    policy=Policy(legs=Legs.IN_TURN, routing=Routing.HYBRID),
     health=Health(first_hand_over=FirstHandOver.WARM_UP),
 )
 FAULTS = {

@@ -53,7 +53,7 @@ def message(response: httpx.Response) -> str:
 @pytest.mark.parametrize("asked", FirstHandOver)
 async def test_nodes_pass_the_known_answer_test_before_they_serve_unless_it_is_off(asked: FirstHandOver) -> None:
     async with running_proxy(Settings(health=Health(first_hand_over=asked)), prefill_dialect=7) as made:
-        route = (await made.client.post("/v1/completions", json=ASK)).headers["x-pdproxy-route"]
+        route = (await made.client.post("/v1/completions", json=ASK)).headers["x-pdproxy-route"].split(";")[0]
         shown = 'pdproxy_pair_barred{decode="decode-0",prefill="prefill-0"} 1.0' in (await metrics(made))
         running = {task.get_name() for task in asyncio.all_tasks()}
     proved = asked is FirstHandOver.KNOWN_ANSWER
@@ -69,7 +69,7 @@ async def metrics(made: RunningProxy) -> str:
 async def test_an_answer_goes_through_both_nodes(server: RunningProxy, path: str, body: dict[str, Any]) -> None:
     whole = await server.client.post(path, json=body, headers={"x-request-id": "mine"})
     assert (whole.status_code, whole.headers["x-request-id"]) == (200, "mine")
-    assert whole.headers["x-pdproxy-route"] == "disaggregated"
+    assert whole.headers["x-pdproxy-route"].startswith("disaggregated; reason=nothing_cached; cached=0/")
     assert "kv_transfer_params" not in {name for name, value in whole.json().items() if value is not None}
     streamed = await server.client.post(path, json={**body, "stream": True})
     assert streamed.headers["content-type"].startswith("text/event-stream")
@@ -84,8 +84,8 @@ async def test_an_answer_goes_through_both_nodes(server: RunningProxy, path: str
     [
         ("POST", "/v1/completions", b"{", 400, "JSON"),
         ("POST", "/v1/completions", b"[]", 400, "object"),
-        ("POST", "/v1/completions", b'{"prompt": "x"}', 400, "model"),
-        ("POST", "/v1/completions", json.dumps({**ASK, "model": "nobody"}).encode(), 404, "Served now: m"),
+        ("POST", "/v1/messages", b'{"messages": []}', 400, "model"),
+        ("POST", "/v1/completions", json.dumps({**ASK, "model": "nobody"}).encode(), 404, "Valid aliases: m"),
         ("POST", "/v1/completions", json.dumps({**ASK, "max_tokens": -1}).encode(), 400, "max_tokens"),
         ("POST", "/v1/completions", json.dumps({**ASK, "prompt": "a" * 3000}).encode(), 413, "2000 bytes"),
         ("GET", "/v1/completions", b"", 405, "takes POST"),

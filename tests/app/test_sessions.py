@@ -14,9 +14,8 @@ from pdproxy.app.build import proxy
 from pdproxy.app.host import HostEnvironment
 from pdproxy.nodes import join
 from pdproxy.observe.logs import TextFormatter
-from pdproxy.settings.model import ConfiguredNode, Health, Keys, Listen, Policy, Settings
+from pdproxy.settings.model import ConfiguredNode, Health, Keys, Policy, Settings
 from pdproxy.settings.types import FirstHandOver, Role, Routing
-from pdproxy.workers.division import share_of
 from tests.app.running_proxy import bearer, listening, operator_of, plain_client, until, up
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -61,7 +60,7 @@ class Fleet:
     def _served(self, role: str) -> str:
         """The one node of a role that this turn reached."""
         nodes = ((name, each.node) for name, each in self.nodes.items() if name.startswith(role))
-        [name] = [name for name, node in nodes if any(leg.path == "/v1/chat/completions" for leg in node.legs())]
+        [name] = [name for name, node in nodes if any(leg.path.endswith("/v1/chat/completions") for leg in node.legs())]
         return name
 
     async def join(self, role: Role) -> str:
@@ -132,13 +131,13 @@ async def test_six_turns_meet_the_same_nodes_though_another_joins() -> None:
 
 
 @contextlib.asynccontextmanager
-async def worker_beside(made: Fleet, settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
-    """A second worker in front of the same nodes, which knows nothing of the first; a client of it."""
+async def another_proxy(made: Fleet, settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
+    """A second proxy in front of the same nodes, which knows nothing of the first; a client of it."""
     urls = {name: node.url for name, node in made.nodes.items()}
     nodes = tuple(ConfiguredNode(url=url, role=Role(name.partition("-")[0]), model="m") for name, url in urls.items())
-    two = settings.model_copy(update={"nodes": nodes, "listen": Listen(workers=2)})
+    two = settings.model_copy(update={"nodes": nodes})
     async with (
-        proxy(share_of(two, 1), HostEnvironment()) as running,
+        proxy(two, HostEnvironment()) as running,
         listening(running, two) as url,
         plain_client(url) as client,
         operator_of(running) as operator,
@@ -147,9 +146,9 @@ async def worker_beside(made: Fleet, settings: Settings) -> AsyncIterator[httpx.
         yield client
 
 
-async def test_workers_choose_alike_without_talking() -> None:
-    """A conversation meets the same nodes over connections to different workers."""
-    async with fleet(BY_SESSION) as made, worker_beside(made, BY_SESSION) as other:
+async def test_proxies_choose_alike_without_talking() -> None:
+    """A conversation reaches the same nodes through any of several proxies."""
+    async with fleet(BY_SESSION) as made, another_proxy(made, BY_SESSION) as other:
         homes: dict[str, Nodes] = {}
         for _ in range(4):
             made.client, other = other, made.client
@@ -179,7 +178,7 @@ async def test_requests_without_a_key_take_turns() -> None:
 
 
 async def test_by_what_is_cached_the_session_decides_where_nothing_else_does() -> None:
-    settings, met = Settings(policy=Policy(routing=Routing.HYBRID), health=QUICK), set[Nodes]()
+    settings, met = Settings(health=QUICK), set[Nodes]()
     for session in SESSIONS[:3]:
         async with fleet(settings) as made:
             met.add(await made.turn(session))
@@ -213,8 +212,8 @@ async def test_the_log_says_how_a_session_was_routed_and_never_its_key(caplog: p
     assert SESSIONS[0] not in logged + exported
 
 
-async def test_by_default_a_session_is_not_looked_at() -> None:
-    async with fleet(Settings(health=QUICK)) as made:
+async def test_by_load_a_session_is_not_looked_at() -> None:
+    async with fleet(Settings(policy=Policy(routing=Routing.LEAST_LOADED), health=QUICK)) as made:
         met = [await made.turn(SESSIONS[0]) for _ in range(TURNS)]
         assert len({prefill for prefill, _ in met}) == 3
         assert await made.routed(Role.PREFILL, "own") == await made.routed(Role.PREFILL, "none") == 0

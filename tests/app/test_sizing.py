@@ -10,7 +10,6 @@ from pdproxy.app.sizing import EVERY, SizingWatch
 from pdproxy.nodes.node import Binding, Capacity
 from pdproxy.planning.demand import Limit, Wanted
 from pdproxy.request import Endpoint
-from pdproxy.settings.types import Legs
 from tests.orchestration.cluster import FakeCluster, read
 from tests.orchestration.prompts import body_for
 
@@ -36,7 +35,7 @@ async def slow_prefill(cluster: FakeCluster, seconds: float) -> AsyncIterator[No
 
 async def test_prompts_and_streams_become_nodes() -> None:
     capacity = Capacity(tokens=1000, sequences=None, longest=1, binding=Binding.ATTENTION)
-    cluster = FakeCluster(prefills=1, decodes=1, capacity=capacity, legs=Legs.IN_TURN)
+    cluster = FakeCluster(prefills=1, decodes=1, capacity=capacity)
     watch = SizingWatch(cluster.context, WANTED)
     async with slow_prefill(cluster, 15.0):
         reply = await cluster.orchestrator.answer(cluster.request(Endpoint.CHAT, CHAT))
@@ -68,7 +67,7 @@ async def test_how_quickly_tokens_came_is_learned_from_streams() -> None:
 
 
 async def test_the_advice_is_on_the_metrics_and_follows_the_time() -> None:
-    cluster = FakeCluster(prefills=1, decodes=1, legs=Legs.IN_TURN)
+    cluster = FakeCluster(prefills=1, decodes=1)
     watch = asyncio.create_task(SizingWatch(cluster.context, WANTED).run())
     try:
         await asyncio.sleep(0)

@@ -137,7 +137,7 @@ async def test_a_failed_leg_is_found_from_its_log_line() -> None:
         async with traced(collector) as made:
             made.prefill.fault = InjectedFault(FaultKind.STATUS)
             answer = await made.client.post("/v1/chat/completions", json=asked)
-            assert answer.headers["x-pdproxy-route"] == "local"
+            assert answer.headers["x-pdproxy-route"].startswith("local; ")
     line = lines(log, "prefill leg on prefill-0")[0]
     root, children = tree(collector, line["trace_id"])
     assert line["span_id"] == root.span_id

@@ -5,8 +5,7 @@ import dataclasses
 from pdproxy.app.build import orchestration_config
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.request_queue import QueueLimits
-from pdproxy.planning.cache_aware import CacheAware
-from pdproxy.planning.policies import ITL_BUDGET
+from pdproxy.planning.cache_aware import ITL_BUDGET, CacheAware
 from pdproxy.planning.session import Session
 from pdproxy.settings.model import Deadlines, Limits, Policy, Settings
 from pdproxy.settings.types import OnPrefillFailure, Routing
@@ -42,7 +41,7 @@ def test_every_setting_reaches_the_config() -> None:
 
 
 def test_the_budget_reaches_the_policy() -> None:
-    said = Settings(policy=Policy(routing=Routing.HYBRID, itl_budget=0.25))
+    said = Settings(policy=Policy(routing=Routing.CACHE, itl_budget=0.25))
     policy = orchestration_config(said).routing_policy
     assert isinstance(policy, CacheAware)
     assert policy.itl_budget == 0.25

@@ -13,7 +13,6 @@ from tests.bench.interpreters import Interpreter, environment, interpreter
 from tests.bench.peers import (
     PDPROXY,
     SMG_ROUTER,
-    TOGETHER,
     VLLM_ROUTER,
     Peer,
     make_environment,
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     effort = Effort(asked.rounds, asked.requests, asked.streams, asked.step_ms)
     try:
         pythons = [interpreter(environment(each)) for each in asked.python] or [interpreter(VENV / "bin" / "python")]
-        ours = [PDPROXY, TOGETHER] if asked.alone else _ours(pythons)
+        ours = [PDPROXY] if asked.alone else _ours(pythons)
         others = [] if asked.alone else _others()
         for line in _machine(pythons):
             print(line, flush=True)
@@ -111,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step-ms", type=float, default=20.0, help="between two tokens (default %(default)g)")
     parser.add_argument("--first-tokens", type=int, default=300, help="requests one by one (default %(default)s)")
     parser.add_argument("--lines", type=Line, nargs="+", choices=list(Line), default=list(Line), metavar="LINE")
-    parser.add_argument("--alone", action="store_true", help="pdproxy in both its ways, no other router")
+    parser.add_argument("--alone", action="store_true", help="pdproxy alone, no other router")
     parser.add_argument(
         "--python",
         type=Path,

@@ -17,13 +17,13 @@ from typing import NamedTuple
 from deploy.local.paths import RUNS
 from deploy.local.supervise import PartEndedError, Stopped, stop_signals
 from tests.bench.lockstep import counted
-from tests.bench.peers import JOURNALED, PDPROXY, Peer, Ports
+from tests.bench.peers import PDPROXY, Peer, Ports
 from tests.bench.rounds import BenchError
 from tests.bench.script import KEY, Line
 from tests.fakes.otlp_collector import otlp_collector
 
 REQUESTS = 100
-OFF = ("--policy-migrations", "0", "--log-level", "warning")
+OFF = ("--policy-migrations", "0", "--policy-routing", "least-loaded", "--log-level", "warning")
 LIMITS = "weight=2 concurrency=100000 requests_per_minute=1M input_tokens_per_minute=999M output_tokens_per_minute=999M"
 
 
@@ -32,22 +32,18 @@ class Feature(NamedTuple):
 
     name: str
     flags: tuple[str, ...] = ()
-    peer: Peer = PDPROXY
 
 
 def features(keys: Path, collector: str) -> list[Feature]:
     """All of them; ``keys``: a file of API keys; ``collector``: where spans go."""
-    on = ("--policy-migrations", "3")
     traces = ("--otel-export", "otlp", "--otel-endpoint", collector)
     return [
         Feature("a log line for each request", (*OFF, "--log-level", "info")),
-        Feature("streams that can go on by token ids", (*OFF, *on)),
-        Feature("streams that can go on by a journal", (*OFF, *on), JOURNALED),
+        Feature("streams that can go on by a journal", (*OFF, "--policy-migrations", "3")),
         Feature("accounts and limits of API keys", (*OFF, "--keys-file", str(keys))),
         Feature("traces, a request that is not sampled", (*OFF, *traces, "--otel-sample", "0")),
         Feature("traces, a sampled request", (*OFF, *traces, "--otel-sample", "1")),
-        Feature("plans by what is cached (hybrid)", (*OFF, "--policy-routing", "hybrid", "--policy-itl-budget", "0")),
-        Feature("legs together", (*OFF, "--policy-legs", "together")),
+        Feature("plans by what is cached", (*OFF, "--policy-routing", "cache")),
     ]
 
 
@@ -57,7 +53,7 @@ async def costs(feature: Feature, lines: Sequence[Line]) -> list[float]:
     Raises:
         BenchError: the proxy was not ready, or an answer was wrong.
     """
-    peer, found = Peer(feature.peer.name, _with_flags(feature.peer.command, feature.flags)), []
+    peer, found = Peer(PDPROXY.name, _with_flags(PDPROXY.command, feature.flags)), []
     for line in lines:
         busy = await counted(peer, line, REQUESTS)
         idle = await counted(peer, line, 0, busy.seconds)

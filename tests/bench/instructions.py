@@ -4,8 +4,8 @@ CPU time tells two trees apart only where they differ by a tenth or more; the nu
 per cent, whatever else the machine does. The proxy runs under cachegrind twice, with requests and without, and the
 difference is theirs. Not counted: the kernel's work, and what memory costs. Run it in another checkout to compare.
 
-The arguments are the proxies that are counted: ``pdproxy`` if there are none, ``pdproxy-journaled`` (all streams have a
-journal), ``pdproxy-unsampled`` and ``pdproxy-sampled`` (tracing is on, for none and for all of the requests).
+The arguments are the proxies that are counted: ``pdproxy`` if there are none, ``pdproxy-unsampled`` and
+``pdproxy-sampled`` (tracing is on, for none and for all of the requests).
 """
 
 import re
@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from deploy.local.paths import RUNS
 from deploy.local.supervise import PartEndedError, Supervisor, stop_signals
-from tests.bench.peers import JOURNALED, PDPROXY, SAMPLED, UNSAMPLED, Peer, Ports
+from tests.bench.peers import PDPROXY, SAMPLED, UNSAMPLED, Peer, Ports
 from tests.bench.rounds import BenchError, Effort, ask, start
 from tests.bench.script import Line
 
@@ -66,7 +66,7 @@ def main() -> int:
     if shutil.which("valgrind") is None:
         print("error: valgrind is not installed", file=sys.stderr)
         return 1
-    known = {peer.name: peer for peer in (PDPROXY, JOURNALED, UNSAMPLED, SAMPLED)}
+    known = {peer.name: peer for peer in (PDPROXY, UNSAMPLED, SAMPLED)}
     if unknown := set(sys.argv[1:]) - set(known):
         print(f"error: {', '.join(sorted(unknown))}: known are {', '.join(known)}", file=sys.stderr)
         return 1

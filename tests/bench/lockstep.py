@@ -16,7 +16,7 @@ from deploy.local.paths import ROOT, RUNS
 from deploy.local.ports import free_ports
 from deploy.local.supervise import Part, Supervisor, inherited
 from tests.bench.load import Client, Loaded, Plan
-from tests.bench.node import BACKLOG, Book, Connection, Pacer, WaitingRoom, Writes
+from tests.bench.node import BACKLOG, Book, Connection, Pacer, Writes
 from tests.bench.peers import Peer, Ports
 from tests.bench.rounds import BenchError
 from tests.bench.script import Line, expected, request
@@ -100,9 +100,8 @@ async def counted(peer: Peer, line: Line, requests: int, idle: float = 0.0) -> C
 
 
 async def _node(lockstep: Lockstep, port: int) -> asyncio.Server:
-    book, room = Book(), WaitingRoom(lockstep)
-    loop = asyncio.get_running_loop()
-    return await loop.create_server(lambda: Connection(book, lockstep, room), "127.0.0.1", port, backlog=BACKLOG)
+    book, loop = Book(), asyncio.get_running_loop()
+    return await loop.create_server(lambda: Connection(book, lockstep), "127.0.0.1", port, backlog=BACKLOG)
 
 
 async def _ready(part: Part, port: int, lockstep: Lockstep) -> None:

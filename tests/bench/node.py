@@ -1,8 +1,8 @@
 """A mock vLLM node in a process of its own: `python -m tests.bench.node PORT STEP_MS [ADDRESSES]`.
 
 It answers a handful of different requests from memory, and paces its answers as an engine does: all streams that run
-get their next token in the same step. A decode request without a good ticket, or with another prompt, is refused; one
-that is to wait for its ticket does, until a good one is delivered. Streams may come with a journal.
+get their next token in the same step. A decode request without a good ticket, or with another prompt, is refused.
+Streams may come with a journal.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ from tests.bench.script import MODEL, PROMPT, TOKENS, prompt_of
 from tests.fakes.journal import STREAMS_PATH, journaled
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.vllm_answers import ParsedRequest, answer, error, events
-from tests.fakes.waiting import TICKETS_PATH
 
 TICKET = {
     "do_remote_prefill": True,
@@ -42,7 +41,7 @@ pdproxy_connector_capacity_sequences{limit="max_model_len"} 1000000.0
 pdproxy_connector_capacity_binding{group="attention"} 1.0
 """
 """Of a node that admits whatever comes. Without a capacity a proxy waits some seconds for it before it takes a node."""
-INFO = b'pdproxy_connector_info{rendezvous="true",resume="true"} 1.0\n' + ROOM_FOR_ALL
+INFO = b'pdproxy_connector_info{resume="true"} 1.0\n' + ROOM_FOR_ALL
 BACKLOG = 1024
 """Connections that may wait to be accepted: all of a round's, on a machine that is busy elsewhere."""
 HELD_TOKENS = 1000
@@ -55,8 +54,6 @@ class Played(NamedTuple):
 
     now: bytes
     steps: tuple[Writes, ...] = ()
-    wait_id: str = ""
-    """Of a request whose steps begin when its ticket is here."""
 
 
 class Pacer:
@@ -102,8 +99,8 @@ class Book:
 
     def _generate(self, path: str, asked: dict[str, Any]) -> Played:
         params = asked.get("kv_transfer_params") or {}
-        prefill, waits = params.get("do_remote_decode") is True, params.get("pdproxy_wait")
-        if not prefill and waits is None and params.get("remote_engine_id") != TICKET["remote_engine_id"]:
+        prefill = params.get("do_remote_decode") is True
+        if not prefill and params.get("remote_engine_id") != TICKET["remote_engine_id"]:
             return at_once(400, error(400, "the bench wants every prompt to be prefilled elsewhere"))
         if asked.get("max_tokens") == TOKENS and prompt_of(path.removeprefix(STREAMS_PATH), asked) != [PROMPT]:
             return at_once(400, error(400, "the prompt has changed on its way"))
@@ -112,7 +109,7 @@ class Book:
         key = (path, prefill, question.count, question.stream, question.usage, question.ids)
         if key not in self._made:
             self._made[key] = _journaled(question) if endpoint != path else _played(question, prefill)
-        return self._made[key] if waits is None else self._made[key]._replace(wait_id=waits["id"])
+        return self._made[key]
 
 
 def _played(question: ParsedRequest, prefill: bool) -> Played:
@@ -134,6 +131,8 @@ def _played(question: ParsedRequest, prefill: bool) -> Played:
 def _journaled(question: ParsedRequest) -> Played:
     """With each token its record; what follows the last token comes with it."""
     pieces = _chunked(journaled(question, len(question.prompt) - 1, [], FakeKvTransfer()))
+    if question.count == HELD_TOKENS:
+        return Played(HEAD, ((pieces[0],),))
     last = question.count - 1
     return Played(HEAD, (*((piece,) for piece in pieces[:last]), tuple(pieces[last:])))
 
@@ -153,41 +152,12 @@ def _whole(status: int, content: bytes) -> bytes:
     return head.encode() + content
 
 
-class WaitingRoom:
-    """Answers whose tickets are not here yet, and tickets that came before their requests."""
-
-    def __init__(self, pacer: Pacer) -> None:
-        self._pacer = pacer
-        self._waiting: dict[str, tuple[asyncio.WriteTransport, tuple[Writes, ...]]] = {}
-        self._early: set[str] = set()
-
-    def enter(self, transport: asyncio.WriteTransport, played: Played) -> None:
-        """Wait for a ticket."""
-        if played.wait_id in self._early:
-            self._early.remove(played.wait_id)
-            self._pacer.play(transport, played.steps)
-        else:
-            self._waiting[played.wait_id] = (transport, played.steps)
-
-    def deliver(self, raw: bytes) -> Played:
-        """The answer to a delivery; what waits for the ticket begins."""
-        asked = json.loads(raw)
-        if asked["kv_transfer_params"].get("remote_engine_id") != TICKET["remote_engine_id"]:
-            return at_once(400, error(400, "the ticket has changed on its way"))
-        if asked["id"] in self._waiting:
-            self._pacer.play(*self._waiting.pop(asked["id"]))
-        else:
-            self._early.add(asked["id"])
-        return at_once(202, b"{}")
-
-
 class Connection(asyncio.Protocol):
     """One connection of a proxy."""
 
-    def __init__(self, book: Book, pacer: Pacer, room: WaitingRoom) -> None:
+    def __init__(self, book: Book, pacer: Pacer) -> None:
         self._book = book
         self._pacer = pacer
-        self._room = room
         self._parser = httptools.HttpRequestParser(self)
         self._path = ""
         self._body: list[bytes] = []
@@ -208,13 +178,10 @@ class Connection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        path, raw = self._path.partition("?")[0], b"".join(self._body)
-        played = self._room.deliver(raw) if path == TICKETS_PATH else self._book.look_up(path, raw)
+        played = self._book.look_up(self._path.partition("?")[0], b"".join(self._body))
         if played.now:
             self._transport.write(played.now)
-        if played.wait_id:
-            self._room.enter(self._transport, played)
-        elif played.steps:
+        if played.steps:
             self._pacer.play(self._transport, played.steps)
 
 
@@ -226,9 +193,8 @@ def addresses(count: int) -> list[str]:
 async def serve(port: int, step: float, count: int) -> None:
     """Until the process ends; the same at each of so many addresses."""
     book, pacer = Book(), Pacer(step)
-    room = WaitingRoom(pacer)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(book, pacer, room), addresses(count), port, backlog=BACKLOG)
+    server = await loop.create_server(lambda: Connection(book, pacer), addresses(count), port, backlog=BACKLOG)
     await server.serve_forever()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from deploy.local.bootstrap import STAMP, Plan, make_empty, pip, run_first_that_works
+from deploy.local.bootstrap import STAMP, Plan, make_empty, make_pinned, pip, run_first_that_works
 from deploy.local.paths import REQUIREMENTS, ROOT, RUNS, VENV
 from pdproxy.nodes.node import Role
 from tests.bench.node import TRACES_PATH
@@ -20,6 +20,7 @@ BENCH_VENV = RUNS / "bench-venv"
 SMG_VENV = RUNS / "smg-venv"
 SMG = "smg==1.13.0"
 KEYS = RUNS / "bench" / "keys"
+LEAST_LOADED = ("--policy-routing", "least-loaded")
 
 
 class Ports(NamedTuple):
@@ -52,33 +53,22 @@ def pdproxy(name: str, python: Path, *flags: str) -> Peer:
 def variants(python: Path, suffix: str = "") -> list[Peer]:
     """pdproxy as it is compared with others: without what they have not, as it comes, and with everything.
 
-    Everything: records of streams to go on from, legs together, plans by what is cached, accounting by keys, tracing
-    of a twentieth of the requests.
+    As it comes: records of streams to go on from, plans by what is cached. Everything: accounting by keys, and tracing
+    of a twentieth of the requests, too.
     """
     KEYS.parent.mkdir(parents=True, exist_ok=True)
     KEYS.write_text(f"{KEY} bench\n", encoding="utf-8")
-    # The mock nodes refuse a prompt without a ticket: no decode node may compute one.
-    plans = ["--policy-legs", "together", "--policy-routing", "hybrid", "--policy-itl-budget", "0"]
     counts = ["--keys-file", str(KEYS), "--otel-export", "otlp"]
 
     def everything(ports: Ports) -> list[str]:
         collector = ["--otel-endpoint", f"http://127.0.0.1:{ports.prefill}{TRACES_PATH}"]
-        return [*pdproxy("", python, *plans, *counts).command(ports), *collector]
+        return [*pdproxy("", python, *counts).command(ports), *collector]
 
     return [
-        pdproxy(f"pdproxy{suffix}, migration off", python, "--policy-migrations", "0"),
+        pdproxy(f"pdproxy{suffix}, migration off", python, "--policy-migrations", "0", *LEAST_LOADED),
         pdproxy(f"pdproxy{suffix}, as it comes", python),
         Peer(f"pdproxy{suffix}, everything on", everything),
     ]
-
-
-def _together(ports: Ports) -> list[str]:
-    return [*_pdproxy(ports), "--policy-legs", "together"]
-
-
-def _journaled(ports: Ports) -> list[str]:
-    # The decode node by a second name: a stream has a journal where another node could resume it.
-    return [*_pdproxy(ports), "--decode", f"http://localhost:{ports.decode}"]
 
 
 def _traced(sample: float) -> Callable[[Ports], list[str]]:
@@ -95,7 +85,8 @@ def _pdproxy(ports: Ports, python: Path = VENV / "bin" / "python") -> list[str]:
     listen = ["--host", "127.0.0.1", "--port", f"{ports.clients}", "--admin-port", f"{ports.operators}"]
     patience = ["--deadlines-connect", "60", "--health-timeout", "60"]  # a starved machine is no node that failed
     simple = ["--health-first-hand-over", "warm_up"]  # the nodes here know no log-probabilities
-    return [str(python), "-m", "pdproxy", "serve", *_nodes(ports), *listen, *patience, *simple]
+    never_alone = ["--policy-itl-budget", "0"]  # and refuse a prompt without a ticket: no decode node may compute one
+    return [str(python), "-m", "pdproxy", "serve", *_nodes(ports), *listen, *patience, *simple, *never_alone]
 
 
 def _vllm_router(ports: Ports) -> list[str]:
@@ -134,10 +125,8 @@ def _nodes(ports: Ports) -> list[str]:
 
 
 PDPROXY = Peer("pdproxy", _pdproxy)
-JOURNALED = Peer("pdproxy-journaled", _journaled)
 UNSAMPLED = Peer("pdproxy-unsampled", _traced(0))
 SAMPLED = Peer("pdproxy-sampled", _traced(1))
-TOGETHER = Peer("pdproxy-together", _together)
 VLLM_ROUTER = Peer("vllm-router", _vllm_router)
 SMG_ROUTER = Peer("smg", lambda ports: smg_command(ports, "round_robin"), _join_smg)
 
@@ -148,14 +137,7 @@ def make_environment(venv: Path = BENCH_VENV) -> None:
     Raises:
         BootstrapError: it cannot be installed; the message has pip's output.
     """
-    plan, pins = Plan(ROOT, venv), PINS.read_text(encoding="utf-8")
-    stamp = venv / STAMP
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == pins:
-        return
-    print(f"making {venv} for the other router (once) …", flush=True)
-    make_empty(plan)
-    run_first_that_works([pip(plan, "--no-deps", "-r", str(PINS))])
-    stamp.write_text(pins, encoding="utf-8")
+    make_pinned(Plan(ROOT, venv), PINS)
 
 
 def make_smg_environment() -> None:

@@ -105,8 +105,8 @@ def _recorded(asked: argparse.Namespace) -> Iterator[Trace]:
 def _simulate(way: str, trace: Trace, fleet: Fleet, store: Store) -> None:
     for routing in Routing:
         store.keep(way, trace.name, Simulation(routing, fleet).run(trace))
-    bare = Simulation(Routing.HYBRID, fleet).run(without_sessions(trace))
-    bare.name = f"{Routing.HYBRID} {NO_SESSIONS}"
+    bare = Simulation(Routing.CACHE, fleet).run(without_sessions(trace))
+    bare.name = f"{Routing.CACHE} {NO_SESSIONS}"
     store.keep(way, trace.name, bare)
 
 
@@ -125,8 +125,8 @@ def _replay(traces: Sequence[Trace], fleet: Fleet, store: Store, asked: argparse
 
 
 def _ours() -> list[Router]:
-    bare = pdproxy(Routing.HYBRID)._replace(name=f"pdproxy {Routing.HYBRID} {NO_SESSIONS}")
-    return [*(pdproxy(routing) for routing in (Routing.LEAST_LOADED, Routing.SESSION, Routing.HYBRID)), bare]
+    bare = pdproxy(Routing.CACHE)._replace(name=f"pdproxy {Routing.CACHE} {NO_SESSIONS}")
+    return [*(pdproxy(routing) for routing in Routing), bare]
 
 
 def _replay_one(trace: Trace, router: Router, fleet: Fleet, store: Store) -> None:

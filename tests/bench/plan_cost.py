@@ -1,7 +1,7 @@
 """What one plan costs in a pool of many nodes: ``python -m tests.bench.plan_cost``.
 
 Each round does what one request does: a snapshot, a plan, a leg on each of the two nodes, and the end of the oldest
-request's legs. With `prefix` and `hybrid` every prompt is cached on four places of each role, its legs carry their
+request's legs. With `cache` every prompt is cached on four places of each role, its legs carry their
 tokens, and the paces of half of the nodes are known, and how busy they were. CPU time, the best of several runs.
 """
 
@@ -99,8 +99,8 @@ class CachedPrompts:
 def main() -> None:
     """Print a line for each policy and size of pool."""
     for routing, nodes in itertools.product(Routing, NODES):
-        needs = CachedPrompts(nodes) if routing in (Routing.PREFIX, Routing.HYBRID) else a_session
-        steps = requests(pool_of(nodes), PlanPolicy(routing=policy_named(routing, 0.0)), needs)
+        needs = CachedPrompts(nodes) if routing is Routing.CACHE else a_session
+        steps = requests(pool_of(nodes), PlanPolicy(policy_named(routing, 0.0)), needs)
         collections.deque(itertools.islice(steps, 3 * nodes), maxlen=0)
         print(f"{routing:13} {nodes:5} nodes: {microseconds(steps):7.1f} us")
 

@@ -19,6 +19,7 @@ from pdproxy.nodes.node import NO_FOOTPRINT, Footprint, Node, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad, Slot
 from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme
+from pdproxy.planning.cache_aware import ITL_BUDGET
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, GroupKind
 from pdproxy.planning.plan import PlanPolicy, plan
 from pdproxy.planning.plan_types import Decision, Plan, PlanInput
@@ -111,15 +112,15 @@ class SimulatedNode:
 
 
 class Simulation:
-    """One run of a policy."""
+    """One run of a policy; ``itl_budget`` as in `CacheAware`, for `cache`."""
 
-    def __init__(self, routing: Routing, fleet: Fleet) -> None:
+    def __init__(self, routing: Routing, fleet: Fleet, itl_budget: float = ITL_BUDGET) -> None:
         self.fleet = fleet
         self.clock = FakeClock()
         self.pool = Pool(self.clock, CircuitBreakerConfig(slow_start=0))
         self.index = PrefixIndex(_scheme(fleet.shape))
         self.nodes = {name: SimulatedNode(fleet, self._telling(Place(name))) for name in fleet.roles()}
-        self._policy = PlanPolicy(routing=policy_named(routing))
+        self._policy = PlanPolicy(policy_named(routing, itl_budget))
         self._turns = itertools.count()
         self._rates = Rates()
         self._outcome = Outcome(routing, fleet.roles())

@@ -211,7 +211,7 @@ class SimulatedServer:
             "vllm:iteration_tokens_total_count": self.queried,
         }
         lines = [f"{name}{label} {float(value)}" for name, value in values.items()]
-        lines.append(f'pdproxy_connector_info{{rendezvous="false",block_size="{shape.block_size}"}} 1.0')
+        lines.append(f'pdproxy_connector_info{{block_size="{shape.block_size}"}} 1.0')
         lines.append(f'pdproxy_connector_hashing{{{hashing},root="{ROOT.hex()}"}} 1.0')
         return "\n".join((*lines, *_capacity(shape), ""))
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tests.bench.load import load
-from tests.bench.node import TICKET, Book, Connection, Pacer, Played, WaitingRoom
+from tests.bench.node import TICKET, Book, Connection, Pacer, Played
 from tests.bench.script import TOKENS, Line, body, expected, flaw
 
 PREFILL = {"kv_transfer_params": {"do_remote_decode": True, "pdproxy_hand_over": "x"}, "max_tokens": 1, "stream": False}
@@ -24,8 +24,7 @@ class Indulgent(Book):
 @contextlib.asynccontextmanager
 async def serving(book: Book) -> AsyncIterator[int]:
     pacer = Pacer(0.0)
-    room = WaitingRoom(pacer)
-    server = await asyncio.get_running_loop().create_server(lambda: Connection(book, pacer, room), "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(book, pacer), "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
 

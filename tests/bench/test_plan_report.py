@@ -64,7 +64,7 @@ def test_recorded_traces_are_simulated(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*asked, "--keep", str(tmp_path), "--limit", "20", "--faster", "2"]) == 0
     told = capsys.readouterr().out
     assert "mooncake: at least" in told
-    assert told.count("| hybrid without sessions |") == 2
+    assert told.count("| cache without sessions |") == 2
 
 
 def test_a_chart_is_well_formed_and_shows_every_bar() -> None:

@@ -44,7 +44,8 @@ def test_the_bound_counts_a_block_that_ends_a_prompt_as_computed_by_it() -> None
     trace = Trace("t", tuple(Request(at, None, None, (Segment(1, tokens),), 1) for at, tokens in enumerate(lengths)))
     assert least_computed(trace, CacheShape()) == 256 + 2 * 256 + 88
     assert (
-        run(Routing.ROUND_ROBIN, trace, Fleet(1, 1, CacheShape(state_groups=0))).computed["prefill-0"] == 512 + 88 + 256
+        run(Routing.LEAST_LOADED, trace, Fleet(1, 1, CacheShape(state_groups=0))).computed["prefill-0"]
+        == 512 + 88 + 256
     )
 
 
@@ -74,25 +75,25 @@ def test_sessions_reach_the_node_that_has_their_prefix(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_cached_is_found_without_sessions(seed: int) -> None:
     trace = chat(seed=seed)
-    assert run(Routing.HYBRID, without_sessions(trace)).share <= 0.95 * run(Routing.SESSION, trace).share
+    assert run(Routing.CACHE, without_sessions(trace)).share <= 0.95 * run(Routing.SESSION, trace).share
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long), 9])
 def test_agents_with_one_system_prompt_do_not_gather_on_one_node(seed: int) -> None:
     """Seeds at which a prompt in a hundred waited for two seconds and more where only the queue of the moment counted:
     eight conversations of each kind were on one of three nodes, whose cache then lost their states."""
-    hybrid = run(Routing.HYBRID, agents(seed=seed))
-    assert hybrid.mean <= 0.3
-    assert hybrid.percentile(0.99) <= 1.2
+    by_cache = run(Routing.CACHE, agents(seed=seed))
+    assert by_cache.mean <= 0.3
+    assert by_cache.percentile(0.99) <= 1.2
 
 
 def test_what_a_node_evicted_is_not_taken_to_be_there_because_it_was_sent_there() -> None:
     """A seed at which nine conversations were on a node that can keep eight, each renewing what was expected of its
     node before that was given up: prompts planned for 1,000 tokens were computed whole, and 12 % of all tokens."""
     twice = Fleet(prefill_rate=16_000.0, overhead=0.005, transfer_rate=400_000.0, hand_over=0.005, step=0.01)
-    hybrid = run(Routing.HYBRID, rescaled(agents(seed=1), 2.0), twice)
-    assert hybrid.share <= 0.105
-    assert hybrid.percentile(0.99) <= 0.6
+    by_cache = run(Routing.CACHE, rescaled(agents(seed=1), 2.0), twice)
+    assert by_cache.share <= 0.105
+    assert by_cache.percentile(0.99) <= 0.6
 
 
 def test_what_waits_on_a_node_finds_there_what_is_left_when_its_turn_comes() -> None:
@@ -100,24 +101,24 @@ def test_what_waits_on_a_node_finds_there_what_is_left_when_its_turn_comes() -> 
     fleet = Fleet(1, 1, CacheShape(blocks=10), prefill_rate=1000.0, overhead=0.0)
     names = (1, 2, 1)
     trace = Trace("t", tuple(Request(at * 0.1, None, None, (Segment(n, 1500),), 1) for at, n in enumerate(names)))
-    outcome = run(Routing.HYBRID, trace, fleet)
+    outcome = run(Routing.CACHE, trace, fleet)
     assert outcome.computed["prefill-0"] == 3 * 1500
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_states_decode_nodes_compute_little_that_prefill_nodes_compute_again(seed: int) -> None:
     trace, dense = chat(seed=seed), Fleet(shape=CacheShape(state_groups=0))
-    hybrid, prefix = run(Routing.HYBRID, trace, dense), run(Routing.PREFIX, trace, dense)
-    assert hybrid.share <= 1.03 * prefix.share
-    assert hybrid.mean <= prefix.mean
+    alone, never = run(Routing.CACHE, trace, dense), Simulation(Routing.CACHE, dense, itl_budget=0).run(trace)
+    assert alone.share <= 1.03 * never.share
+    assert alone.mean <= never.mean
 
 
 def test_without_states_busy_decode_nodes_do_not_turn_away_what_only_they_have() -> None:
     """Of a prompt that another one on its decode node turned away, a prefill node computes turns that it never saw."""
     trace, dense = chat(Chat(200, systems=12, within=60.0), 1, "chat-busy"), Fleet(shape=CacheShape(state_groups=0))
-    hybrid, prefix = run(Routing.HYBRID, trace, dense), run(Routing.PREFIX, trace, dense)
-    assert hybrid.share <= 1.06 * prefix.share
-    assert hybrid.percentile(0.99) <= prefix.percentile(0.99)
+    alone, never = run(Routing.CACHE, trace, dense), Simulation(Routing.CACHE, dense, itl_budget=0).run(trace)
+    assert alone.share <= 1.06 * never.share
+    assert alone.percentile(0.99) <= never.percentile(0.99)
 
 
 def test_a_first_token_comes_after_all_that_it_takes() -> None:

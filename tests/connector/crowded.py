@@ -69,7 +69,7 @@ def ticket_for(kind: str, length: int, number: int) -> Mapping[str, Any]:
 def in_no_time() -> Iterator[None]:
     """Without pauses: those of an idle engine, and before the path to a prefill node is probed again."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("WAITING_REST", "LEFTOVERS_REST"):
+        for name in ("LEASES_REST", "LEFTOVERS_REST"):
             patch.setattr(idle_rest, name, 0.0)
         for name in ("FIRST_PAUSE", "LONGEST_PAUSE", "LONGEST_HOLD"):
             patch.setattr(peer_paths, name, 0.0)

@@ -91,7 +91,6 @@ def test_an_idle_engine_steps_once_to_tell_its_capacity() -> None:
         ("capacity_sequences", "max_model_len"): 1,
         ("capacity_sequences", "state"): 400,
         ("capacity_binding", "attention"): 1,
-        ("waiting_requests",): 0,
         ("hashing", "sha256", "16", "16", "false", "true", kv_cache_utils.NONE_HASH.hex()): 1,
     }
     assert not node.scheduler.has_requests()

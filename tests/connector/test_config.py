@@ -21,7 +21,6 @@ def test_nothing_set_works() -> None:
     config = read()
     assert config.role is Role.DECODE
     assert config.keys == ()
-    assert (config.waiting_requests, config.longest_ticket_wait) == (1024, 3600.0)
 
 
 def test_keys_come_from_a_file_with_comments(tmp_path: Path) -> None:
@@ -75,8 +74,6 @@ def test_a_prefill_node_need_not_recompute() -> None:
         ({"pdproxy_read_deadline": "30"}, "pdproxy_read_deadline"),
         ({"pdproxy_probe_timeout": -1}, "pdproxy_probe_timeout"),
         ({"pdproxy_verify_timeout": True}, "pdproxy_verify_timeout"),
-        ({"pdproxy_waiting_requests": -1}, "pdproxy_waiting_requests"),
-        ({"pdproxy_longest_ticket_wait": 0}, "pdproxy_longest_ticket_wait"),
         ({"pdproxy_progress_delay": -0.1}, "pdproxy_progress_delay"),
         ({"pdproxy_progress_delay": True}, "pdproxy_progress_delay"),
         ({"kv_lease_duration": 1e9}, "kv_lease_duration"),

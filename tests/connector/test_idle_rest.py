@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from connector import idle_rest
-from connector.idle_rest import LEFTOVERS_REST, WAITING_REST, IdleRest
+from connector.idle_rest import LEASES_REST, LEFTOVERS_REST, IdleRest
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -27,18 +27,17 @@ class Reads:
 
 @dataclass
 class Engine:
-    """An engine's rest, with what it looks at. One request waits; a step is planned before the last one's output is
-    processed."""
+    """An engine's rest, with what it looks at. It keeps the blocks of one lease; a step is planned before the last
+    one's output is processed."""
 
     batches: int = 2
-    waiting: list[str] = field(default_factory=lambda: ["r"])
-    leases: list[str] = field(default_factory=list)
+    leases: list[str] = field(default_factory=lambda: ["l"])
     reads: Reads = field(default_factory=Reads)
     quarantine: list[str] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rest = IdleRest(self.batches, self.waiting, self.leases, self.reads, self.quarantine, self.paths)
+        self.rest = IdleRest(self.batches, self.leases, self.reads, self.quarantine, self.paths)
 
     def step(self, *, computes: bool = False) -> float:
         """Plan a step, and end it; how many seconds its end took."""
@@ -50,39 +49,35 @@ class Engine:
 
 def idle(engine: Engine) -> Engine:
     """The step whose output is processed next computes nothing."""
-    assert engine.step() < WAITING_REST / 2
+    assert engine.step() < LEASES_REST / 2
     return engine
 
 
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rest that is taken outlasts the test."""
-    monkeypatch.setattr(idle_rest, "WAITING_REST", LONG)
+    monkeypatch.setattr(idle_rest, "LEASES_REST", LONG)
     monkeypatch.setattr(idle_rest, "LEFTOVERS_REST", LONG)
 
 
 def test_it_rests_at_the_first_idle_step_where_one_ends_before_the_next_is_planned() -> None:
-    assert Engine(batches=1).step() >= WAITING_REST
+    assert Engine(batches=1).step() >= LEASES_REST
 
 
-def test_it_rests_from_the_second_idle_step_on_while_a_request_waits() -> None:
+def test_it_rests_from_the_second_idle_step_on_while_blocks_are_kept_to_be_read() -> None:
     engine = idle(Engine())
-    assert engine.step() >= WAITING_REST
-    assert engine.step() >= WAITING_REST
-
-
-def test_it_rests_while_blocks_are_kept_to_be_read() -> None:
-    assert idle(Engine(waiting=[], leases=["l"])).step() >= WAITING_REST
+    assert engine.step() >= LEASES_REST
+    assert engine.step() >= LEASES_REST
 
 
 def test_it_rests_longer_for_what_is_left_of_reads() -> None:
-    assert idle(Engine(waiting=[], quarantine=["n"])).step() >= LEFTOVERS_REST
-    assert idle(Engine(waiting=[], reads=Reads(has_pending_orders=True))).step() >= LEFTOVERS_REST
+    assert idle(Engine(leases=[], quarantine=["n"])).step() >= LEFTOVERS_REST
+    assert idle(Engine(leases=[], reads=Reads(has_pending_orders=True))).step() >= LEFTOVERS_REST
 
 
 @pytest.mark.usefixtures("long")
-def test_it_does_not_rest_where_nothing_waits() -> None:
-    idle(Engine(waiting=[])).step()
+def test_it_does_not_rest_where_nothing_is_kept() -> None:
+    idle(Engine(leases=[])).step()
 
 
 @pytest.mark.usefixtures("long")
@@ -104,7 +99,7 @@ def test_it_does_not_rest_while_a_read_is_under_way_nor_when_one_has_just_ended(
 def test_it_does_not_rest_where_a_read_has_just_begun() -> None:
     engine = idle(Engine())
     engine.reads.under_way = True
-    assert engine.step() < WAITING_REST / 2
+    assert engine.step() < LEASES_REST / 2
 
 
 @pytest.mark.usefixtures("long")

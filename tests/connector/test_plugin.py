@@ -12,9 +12,9 @@ from connector.config import (
     ENDPOINT_PLUGIN,
     STATE_LAYOUT,
     TCP_LIMITS,
+    has_endpoints,
     limit_tcp,
     set_state_layout,
-    takes_deliveries,
 )
 
 NIXL_LIBRARIES = Path(str(distribution("nixl-cu12").locate_file("nixl_cu12.libs")))
@@ -50,7 +50,7 @@ def test_the_route_is_declared_under_the_name_that_is_looked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "installed", "takes"),
+    ("environ", "installed", "has_routes"),
     [
         ({}, True, False),
         ({"VLLM_PLUGINS": ""}, True, False),
@@ -59,9 +59,9 @@ def test_the_route_is_declared_under_the_name_that_is_looked_for() -> None:
         ({"VLLM_PLUGINS": "pdproxy_connector,pdproxy_endpoints"}, False, False),
     ],
 )
-def test_a_node_takes_deliveries_where_the_plugin_is_named_and_installed(
-    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], installed: bool, takes: bool
+def test_a_node_has_our_routes_where_the_plugin_is_named_and_installed(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], installed: bool, has_routes: bool
 ) -> None:
-    point = EntryPoint(ENDPOINT_PLUGIN, "connector.endpoints:TicketRoute", "vllm.endpoint_plugins")
+    point = EntryPoint(ENDPOINT_PLUGIN, "connector.endpoints:NodeRoutes", "vllm.endpoint_plugins")
     monkeypatch.setattr(config, "entry_points", lambda **asked: [point] if installed else [])
-    assert takes_deliveries(environ) is takes
+    assert has_endpoints(environ) is has_routes

@@ -13,8 +13,6 @@ from connector.resume_order import KEY, sign
 from connector.resumed_requests import CPU_WORKER, ResumeLimits
 from connector.ticket_fields import RefusalReason
 from tests.connector.harness import DENSE, Node, lost, make_node, prompt, received, take_ticket
-from tests.connector.test_rendezvous import ORDER as WAIT
-from tests.connector.test_rendezvous import deliver
 
 pytestmark = pytest.mark.usefixtures("every_pace")
 
@@ -86,9 +84,9 @@ def test_no_other_node_counts_its_prompt_again(node: Node) -> None:
     assert all(output.prefill_stats is None for output in outputs)
 
 
-def test_connectors_and_workers_do_not_see_the_order(node: Node) -> None:
+def test_connectors_and_workers_do_not_see_the_order(prefill: Node, node: Node) -> None:
     assert resume(node, "d", prompt(100)).kv_transfer_params is None
-    assert KEY not in resume(node, "e", prompt(100), WAIT).kv_transfer_params
+    assert KEY not in resume(node, "e", prompt(100), take_ticket(prefill, prompt(100))).kv_transfer_params
 
 
 def test_an_order_without_tokens_is_a_request_from_its_start(node: Node) -> None:
@@ -128,19 +126,6 @@ def test_its_ticket_brings_the_prompt_and_it_computes_what_it_had(prefill: Node,
     node.step(received(node, "d"))
     assert len(node.run_out("d")) == 5
     assert (sum(computed(node, "d")), told(node, "d")) == (1 + 3 + 4, [*prompt(100), *OLD])
-
-
-def test_so_it_does_with_a_ticket_that_comes_later(prefill: Node, node: Node) -> None:
-    resume(node, "d", prompt(100), WAIT)
-    for _ in range(3):
-        node.step()
-    assert computed(node, "d") == []
-    deliver(node, take_ticket(prefill, prompt(100)))
-    node.step()
-    assert node.metas[-1].reads["d"].pull_tokens == 99
-    node.step(received(node, "d"))
-    assert len(node.run_out("d")) == 5
-    assert node.counts("ticket_waits") == {"ticket": 1}
 
 
 def test_a_failed_read_is_computed_with_what_it_had(prefill: Node, node: Node) -> None:

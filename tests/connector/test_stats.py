@@ -134,7 +134,7 @@ def test_the_info_has_what_a_preflight_compares() -> None:
     info = node_info(config, ConnectorConfig(Role.PREFILL, (b"k" * 16,)), {})
     assert info["role"] == "kv_producer"
     assert (info["model"], info["dtype"], info["tp_size"], info["lease_seconds"]) == ("tiny", "bfloat16", "2", "30")
-    assert (info["prefix_caching"], info["signed"], info["rendezvous"]) == ("true", "true", "false")
+    assert (info["prefix_caching"], info["signed"]) == ("true", "true")
     assert info["max_num_batched_tokens"] == "8192"
     assert info["resume"] == "false"
     assert all(info.values())

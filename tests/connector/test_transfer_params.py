@@ -9,9 +9,7 @@ from connector.config import Role
 from connector.ticket_fields import Refusal, RefusalReason, token_digest
 from connector.transfer_params import (
     Action,
-    AwaitTicket,
     ComputeLocally,
-    DeliverTicket,
     IssueTicket,
     ParamsValidator,
     ReadTicket,
@@ -128,104 +126,6 @@ def test_a_bad_release_is_refused(name: Any) -> None:
 def test_remote_fields_without_a_flag_are_refused() -> None:
     raw = {**good_wire(), "do_remote_prefill": False}
     assert reason(DECODE.validate(raw, facts())) is RefusalReason.NO_FLAG
-
-
-def waiting(**changes: Any) -> dict[str, Any]:
-    return {"pdproxy_wait": {"id": ID, "seconds": 5, **changes}}
-
-
-STAND_IN = facts([0], expected=None)
-
-
-@pytest.mark.parametrize("seconds", [5, 0.25, 10**400])
-def test_a_decode_leg_may_wait_for_its_ticket(seconds: float) -> None:
-    raw = {**waiting(seconds=seconds), "prompt_token_ids": [1], "do_remote_prefill": False}
-    order = DECODE.validate(raw, facts())
-    assert order == AwaitTicket(ID, seconds)
-    assert isinstance(order, AwaitTicket)
-    assert order.params() == {"pdproxy_wait": ID}
-
-
-BAD_SECONDS: tuple[Any, ...] = (0, -1, None, "5", True, float("nan"), float("inf"), [5])
-BAD_IDS: tuple[Any, ...] = (None, "short", 7, "a" * 129, "with blanks in the name")
-NO_WAITS: tuple[Any, ...] = (None, ID, [], {}, {"id": ID}, {"seconds": 5})
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        *(waiting(seconds=bad) for bad in BAD_SECONDS),
-        *(waiting(id=bad) for bad in BAD_IDS),
-        *({"pdproxy_wait": bad} for bad in NO_WAITS),
-    ],
-)
-def test_a_bad_wait_is_refused(raw: Any) -> None:
-    assert reason(DECODE.validate(raw, facts())) is RefusalReason.BAD_FIELD
-
-
-def test_only_what_can_be_handed_over_to_this_node_waits() -> None:
-    unsuitable = RefusalReason.UNSUITABLE_REQUEST
-    assert reason(PREFILL.validate(waiting(), facts())) is RefusalReason.WRONG_ROLE
-    assert reason(DECODE.validate(waiting(), facts(unsuitable="a session"))) is unsuitable
-    assert reason(DECODE.validate(waiting(), STAND_IN)) is unsuitable
-    assert reason(DECODE.validate({**waiting(), "remote_host": "10.0.0.1"}, facts())) is RefusalReason.NO_FLAG
-
-
-def test_a_request_that_has_its_ticket_does_not_wait() -> None:
-    assert DECODE.validate({**good_wire(), **waiting()}, facts()) == ReadTicket(good())
-
-
-def delivery(ticket: Any, wait: Any = ID) -> dict[str, Any]:
-    return {"pdproxy_deliver": {"id": wait, "ticket": ticket}}
-
-
-def test_a_delivery_has_a_ticket_whose_form_is_checked_or_none() -> None:
-    assert DECODE.validate(delivery(good_wire()), STAND_IN) == DeliverTicket(ID, good())
-    assert DECODE.validate(delivery(None), STAND_IN) == DeliverTicket(ID, None)
-
-
-@pytest.mark.parametrize(
-    ("ticket", "why"),
-    [
-        ([], RefusalReason.NOT_AN_OBJECT),
-        ({}, RefusalReason.NO_FLAG),
-        ({**good_wire(), "do_remote_prefill": 1}, RefusalReason.NO_FLAG),
-        ({**good_wire(), "do_remote_decode": True}, RefusalReason.NO_FLAG),
-        ({**good_wire(), "remote_port": 1}, RefusalReason.BAD_SIGNATURE),
-    ],
-)
-def test_a_bad_ticket_is_delivered_as_a_refusal(ticket: Any, why: RefusalReason) -> None:
-    order = DECODE.validate(delivery(ticket), STAND_IN)
-    assert isinstance(order, DeliverTicket)
-    assert isinstance(order.ticket, Refusal)
-    assert order.ticket.reason is why
-
-
-def test_only_the_node_s_own_stand_in_delivers() -> None:
-    assert reason(DECODE.validate(delivery(None), facts())) is RefusalReason.UNSUITABLE_REQUEST
-    assert reason(PREFILL.validate(delivery(None), STAND_IN)) is RefusalReason.WRONG_ROLE
-    rejected = {**delivery(None), "do_remote_prefill": True}
-    assert isinstance(DECODE.validate(rejected, STAND_IN), Refusal)
-
-
-@pytest.mark.parametrize("wait", [None, "short", 7, ["a"]])
-def test_a_delivery_without_an_id_is_refused(wait: Any) -> None:
-    assert reason(DECODE.validate(delivery(None, wait), STAND_IN)) is RefusalReason.BAD_FIELD
-    assert reason(DECODE.validate({"pdproxy_deliver": wait}, STAND_IN)) is RefusalReason.BAD_FIELD
-
-
-def test_a_delivered_ticket_is_judged_by_the_request_that_waits() -> None:
-    assert DECODE.fit(good(), facts()) == ReadTicket(good())
-    assert reason(DECODE.fit(good(), facts(PROMPT[::-1]))) is RefusalReason.DIGEST
-    assert reason(DECODE.fit(good(), facts(expected=98))) is RefusalReason.NUMBER
-
-
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(ANYTHING)
-def test_whatever_is_delivered_or_waited_for_has_an_action(raw: Any) -> None:
-    assert isinstance(DECODE.validate({"pdproxy_deliver": raw}, STAND_IN), Refusal | DeliverTicket)
-    assert isinstance(DECODE.validate(delivery(raw), STAND_IN), DeliverTicket)
-    assert isinstance(DECODE.validate({"pdproxy_wait": raw}, facts()), Refusal | AwaitTicket)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

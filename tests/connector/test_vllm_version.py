@@ -21,7 +21,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from connector import vllm_version
 from connector.config import ALLOW_UNTESTED_VLLM, ConfigError, allows_untested_vllm
 from connector.cpu_worker import SeededCPUWorker
-from connector.endpoints import TicketRoute
+from connector.endpoints import NodeRoutes
 from connector.nixl_connector import NixlConnector
 from connector.tiers.multi_connector import WeightedMultiConnector
 from connector.vllm_version import TESTED, release_of, require_tested, vllm_names
@@ -122,7 +122,7 @@ def test_a_cpu_worker_does_not_start_on_another_version(monkeypatch: pytest.Monk
 async def test_a_decode_node_s_routes_do_not_start_on_another_version(untested: str) -> None:
     engine: Any = SimpleNamespace(vllm_config=configured({}))
     with pytest.raises(ConfigError, match=ALLOW_UNTESTED_VLLM):
-        await TicketRoute().init_state(engine, State(), Namespace())
+        await NodeRoutes().init_state(engine, State(), Namespace())
 
 
 def test_a_name_that_vllm_does_not_have_is_refused_with_the_version(untested: str) -> None:

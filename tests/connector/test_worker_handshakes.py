@@ -381,7 +381,7 @@ def test_after_a_failed_transfer_a_new_handshake_is_made_before_the_next_read(
 
 
 def test_a_read_that_was_given_up_and_fails_later_breaks_the_connection_too(make: MakeRank, new_node: Prefill) -> None:
-    worker = make(read_deadline=0.2)
+    worker = make(read_deadline=1.0)
     until_posted(worker, 1, order("r", new_node.port))
     until_received(worker)
     assert report(worker).stalled

@@ -143,7 +143,7 @@ def test_the_gpu_nodes_image_gets_our_wheel(tmp_path: Path) -> None:
         [points] = [opened.read(name).decode() for name in names if name.endswith("entry_points.txt")]
     assert {"connector/nixl_connector.py", "pdproxy/__main__.py"} <= set(names)
     assert "pdproxy_connector = connector.config:register" in points
-    assert "pdproxy_endpoints = connector.endpoints:TicketRoute" in points
+    assert "pdproxy_endpoints = connector.endpoints:NodeRoutes" in points
 
 
 @pytest.mark.parametrize("tls", [True, False])

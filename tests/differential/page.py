@@ -4,9 +4,11 @@ import sys
 from pathlib import Path
 
 from pdproxy.intake.routes import WITHHELD
-from tests.differential.ledger import page, read
+from tests.differential import ledger as grid
+from tests.upstream import ledger as upstream
 
 LEDGER = Path(__file__).with_name("ledger.toml")
+ENTRYPOINTS = Path(__file__).parents[1] / "upstream" / "entrypoints.toml"
 PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
 _HEAD = """\
 # What differs from vLLM
@@ -28,8 +30,10 @@ withheld too.
 
 
 def differences_page() -> str:
-    """Markdown."""
-    sentences = "".join(f"- {sentence}\n" for sentence in page(read(LEDGER.read_text(encoding="utf-8"))))
+    """Markdown, with the sentences of both ledgers, each once."""
+    told = grid.page(grid.read(LEDGER.read_text(encoding="utf-8")))
+    told += upstream.read(ENTRYPOINTS.read_text(encoding="utf-8")).page
+    sentences = "".join(f"- {sentence}\n" for sentence in dict.fromkeys(told))
     paths = "".join(f"| `{path}` | {reason} |\n" for path, reason in WITHHELD.items())
     return f"{_HEAD}\n{sentences}{_PATHS}{paths}"
 

@@ -72,10 +72,8 @@ def reference(engines: dict[str, Node]) -> Node:
 
 @pytest.fixture(scope="session")
 def proxy(engine_room: Supervisor, pair: Pair) -> Proxy:
-    """The proxy in front of the pair. Legs go out together, which takes all of the other way, and more; that one, the
-    default, is what `make demo` and the data-parallel nodes' proxy run."""
-    spec = ProxySpec(more_environment={"PDPROXY_POLICY_LEGS": "together"})
-    return start_proxy(engine_room, spec, [pair.prefill, pair.decode], print)
+    """The proxy in front of the pair."""
+    return start_proxy(engine_room, ProxySpec(), [pair.prefill, pair.decode], print)
 
 
 @pytest.fixture(autouse=True)

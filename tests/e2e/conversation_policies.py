@@ -1,4 +1,4 @@
-"""The policies `least-loaded` and `hybrid` before the same nodes, in turns, and what conversations cost with each."""
+"""The policies `least-loaded` and `cache` before the same nodes, in turns, and what conversations cost with each."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from tests.e2e.asking import Way
 from tests.e2e.conversations import Turn, hold_all, mean_first_token, remote_share
 
 TURNS = range(1, 7)
-COMPARED = (Routing.LEAST_LOADED, Routing.HYBRID)
+COMPARED = (Routing.LEAST_LOADED, Routing.CACHE)
 Asked = dict[Routing, list[Turn]]
 
 
@@ -56,8 +56,8 @@ async def compare(proxies: Mapping[Routing, Proxy], seed: int, load: Load) -> As
 
 
 def ratios(asked: Asked) -> tuple[float, float]:
-    """Remote turns and mean time to first token of `hybrid`, of those of `least-loaded`."""
-    by_load, by_cache = asked[Routing.LEAST_LOADED], asked[Routing.HYBRID]
+    """Remote turns and mean time to first token of `cache`, of those of `least-loaded`."""
+    by_load, by_cache = asked[Routing.LEAST_LOADED], asked[Routing.CACHE]
     return remote_share(by_cache) / remote_share(by_load), mean_first_token(by_cache) / mean_first_token(by_load)
 
 

@@ -29,7 +29,7 @@ from vllm.reasoning import ReasoningParser, ReasoningParserManager
 from vllm.renderers.chat_utils import make_tool_call_id
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
-from deploy.local.model.vocabulary import CUE
+from deploy.local.model.quiz import CUE
 
 THINKING_END = "valvin"
 CALL_BEGINS = "valta"

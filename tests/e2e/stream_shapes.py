@@ -18,9 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.local.model.quiz import Question, Quiz
-from deploy.local.model.tokenizer import VOCABULARY
-from deploy.local.model.vocabulary import NAMES, RECITE
+from deploy.local.model.quiz import NAMES, RECITE, VOCABULARY, Question, Quiz
 from deploy.local.node import SERVED_NAME
 from tests.e2e.quiz_parsers import CALL_BEGINS, CALL_ENDS, FLAGS, THINKING_END
 from tests.e2e.stream_contents import Contents

@@ -21,7 +21,7 @@ BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_request_succeeds(proxy: Proxy, backend: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.e2e.bench_serve", "--backend", backend, "--endpoint", BACKENDS[backend]]
+    command = [sys.executable, "-m", "deploy.local.bench_serve", "--backend", backend, "--endpoint", BACKENDS[backend]]
     command += ["--base-url", proxy.url, "--model", SERVED_NAME, "--tokenizer", str(MODEL), "--ignore-eos"]
     command += ["--dataset-name", "random", "--random-input-len", "300", "--random-output-len", "24"]
     command += ["--num-prompts", str(PROMPTS), "--max-concurrency", "16", "--disable-tqdm"]

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import httpx
 import pytest
 
-from deploy.local.model.quiz import TOKENS_PER_LINE, Question, Quiz, quiz
-from deploy.local.model.vocabulary import ASK
+from deploy.local.model.quiz import ASK, TOKENS_PER_LINE, Question, Quiz, quiz
 from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role, on_free_ports
 from deploy.local.stack import logs_of, start_nodes
 from deploy.local.supervise import Supervisor

@@ -304,8 +304,7 @@ def first_token_ids(url: str, path: str, body: dict[str, Any]) -> list[int]:
 
 async def test_a_proxy_that_plans_by_what_is_cached_sends_a_conversation_where_it_is(fleet: Fleet) -> None:
     """Without a session: the second turn meets the decode node that has the first, of two."""
-    spec = ProxySpec(more_environment={"PDPROXY_POLICY_ROUTING": "hybrid"})
-    proxy = await in_thread(start_proxy, fleet.room, spec, list(fleet.nodes.values()), print)
+    proxy = await in_thread(start_proxy, fleet.room, ProxySpec(), list(fleet.nodes.values()), print)
 
     def counted(name: str, **labels: str) -> float:
         return read(proxy.admin_url, name, **labels)

@@ -25,7 +25,6 @@ IMPATIENT = {
     "PDPROXY_HEALTH_INTERVAL": "1",
     "PDPROXY_HEALTH_COOL_DOWN": "1",
     "PDPROXY_HEALTH_SLOW_START": "0",
-    "PDPROXY_POLICY_LEGS": "together",
 }
 """A frozen node is given up after three health checks, 18 s; the deadlines of the legs are as they come, far longer."""
 

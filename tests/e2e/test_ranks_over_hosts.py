@@ -74,8 +74,7 @@ def spread(request: pytest.FixtureRequest, model: Dense) -> Iterator[Spread]:
         specs = [*(on_host(host, index, meeting) for index, host in enumerate(hosts)), other]
         nodes = [start_node(supervisor, each) for each in specs]
         await_nodes(supervisor, nodes, print)
-        routing = ProxySpec(more_environment={"PDPROXY_POLICY_ROUTING": "hybrid"})
-        yield Spread(nodes[:HOSTS], nodes[HOSTS], start_proxy(supervisor, routing, nodes, print))
+        yield Spread(nodes[:HOSTS], nodes[HOSTS], start_proxy(supervisor, ProxySpec(), nodes, print))
 
 
 @pytest.fixture(scope="module")

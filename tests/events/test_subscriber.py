@@ -74,13 +74,13 @@ class Cluster:
 async def following() -> AsyncIterator[Cluster]:
     """A cluster whose events are followed meanwhile; nothing is left running."""
     before = asyncio.all_tasks()
-    async with worker() as cluster:
+    async with following_cluster() as cluster:
         yield cluster
     assert asyncio.all_tasks() <= before
 
 
 @contextlib.asynccontextmanager
-async def worker() -> AsyncIterator[Cluster]:
+async def following_cluster() -> AsyncIterator[Cluster]:
     """One of several that follow events."""
     cluster = Cluster()
     subscriber = EventSubscriber(
@@ -114,18 +114,18 @@ async def test_every_rank_of_every_node_is_a_place() -> None:
         assert cluster.caches.count("prefix_index_blocks") == 10
 
 
-async def test_workers_that_follow_one_node_know_the_same_of_it_whenever_they_came() -> None:
-    """They share nothing, and plan alike because each follows all nodes (`listen.workers`)."""
+async def test_proxies_that_follow_one_node_know_the_same_of_it_whenever_they_came() -> None:
+    """They share nothing, and plan alike because each follows all nodes."""
     async with publishing() as publisher, contextlib.AsyncExitStack() as stack:
-        workers = []
+        proxies = []
         for hashes in ((1, 2, 3), (4, 5)):
-            workers.append(one := await stack.enter_async_context(worker()))
+            proxies.append(one := await stack.enter_async_context(following_cluster()))
             one.tells("a", publisher)
             one.join("a")
             publisher.publish(stored(*hashes))
             await one.until_known("a", Known.ALL)
         publisher.publish(removed(2))
-        await until(lambda: [each.caches.blocks(Place("a")) for each in workers] == [4, 4])
+        await until(lambda: [each.caches.blocks(Place("a")) for each in proxies] == [4, 4])
 
 
 async def test_a_node_that_leaves_is_forgotten_and_one_that_joins_again_is_known_again() -> None:

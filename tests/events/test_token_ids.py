@@ -57,9 +57,7 @@ async def test_a_text_is_rendered_by_the_node() -> None:
 
 
 def test_ids_that_the_request_has_are_taken_as_they_are() -> None:
-    continued = {"messages": [], "kv_transfer_params": {"prompt_token_ids": [5, 6]}}
     assert given_ids(sub_request(Endpoint.COMPLETIONS, {"prompt": [7, 8]})) == [7, 8]
-    assert given_ids(sub_request(Endpoint.CHAT, continued)) == [5, 6]
     assert given_ids(sub_request(Endpoint.COMPLETIONS, TEXT)) is None
 
 

@@ -1,11 +1,6 @@
 """The blocks that fake prefill nodes hold for decode nodes, and what was wrong about their use."""
 
 import dataclasses
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tests.fakes.waiting import WaitingRoom
-
 
 COPY = "#"
 """Between a hand-over id and the number of a further prefill leg with the same id."""
@@ -26,8 +21,6 @@ class FakeKvTransfer:
     """Shared by the fake nodes of one test: the KV transfer between them."""
 
     def __init__(self) -> None:
-        self.rooms: dict[str, WaitingRoom] = {}
-        """Where prefill nodes send tickets directly, by address."""
         self.held: dict[str, HeldTicket] = {}
         self.released: set[str] = set()
         self.wrong: list[str] = []

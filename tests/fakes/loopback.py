@@ -5,8 +5,7 @@ import contextlib
 from collections.abc import Callable
 
 from tests.fakes.faults import FaultKind
-from tests.fakes.node import EVENTS, FakeNode, Script
-from tests.fakes.waiting import WaitingRequest, either
+from tests.fakes.node import FakeNode, Script
 
 
 class LoopbackNode:
@@ -97,38 +96,13 @@ class LoopbackNode:
         body = await reader.readexactly(length)
         script = self.node.respond(path, body, headers)
         if self._loses(path, body):
-            if script.waiting is not None:
-                script.waiting.leave()
             return False
         self.node.running += 1
         try:
-            if script.waiting is not None:
-                return await self._play_later(script, script.waiting, reader, writer)
             _write_head(script, writer)
             return await self._play(script, reader, writer)
         finally:
             self.node.running -= 1
-
-    async def _play_later(
-        self, script: Script, waiting: WaitingRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> bool:
-        """Of a stream the head comes at once, of others only with the answer. A client that leaves is noticed."""
-        if script.headers == EVENTS:
-            _write_head(script, writer)
-        told: list[Script] = []
-
-        async def wait() -> None:
-            told.append(await waiting.script(asyncio.sleep))
-
-        try:
-            await either(wait(), reader.read(1))
-        finally:
-            waiting.leave()
-        if not told:
-            return False
-        if script.headers != EVENTS:
-            _write_head(told[0], writer)
-        return await self._play(told[0], reader, writer)
 
     async def _play(self, script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         for piece in script.pieces:

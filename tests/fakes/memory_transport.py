@@ -1,7 +1,6 @@
 """Fake nodes behind the transport port, in memory: no sockets, no wall time. A timeout only moves the fake clock."""
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Iterable
 
 from pdproxy.errors import Fault, NodeFault
@@ -10,7 +9,7 @@ from pdproxy.response import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 from tests.fakes.clock import FakeClock
 from tests.fakes.faults import FaultKind
-from tests.fakes.node import EVENTS, FakeNode, Script
+from tests.fakes.node import FakeNode, Script
 
 
 class MemoryTransport:
@@ -34,31 +33,26 @@ class MemoryTransport:
         origin, path = _split(request.url)
         node = self._nodes.get(origin)
         await asyncio.sleep(0)
-        if node is None or node.refuses(path):
+        if node is None or node.refuses():
             raise NodeFault(Fault.REFUSED, f"{origin} refused")
         script = node.respond(path, request.body, request.headers)
         node.running += 1
         try:
             await asyncio.sleep(0)
-            await self._fail_before_head(script, timeouts)
-            if script.waiting is not None and script.headers != EVENTS:
-                script = dataclasses.replace(await script.waiting.script(self._clock.sleep), waiting=script.waiting)
+            self._fail_before_head(script, timeouts)
         except BaseException:
             node.running -= 1
             node.cut += 1
-            if script.waiting is not None:
-                script.waiting.leave()
             raise
         response = MemoryResponse(self, node, script, timeouts, self._clock)
         self.open.add(response)
         return response
 
-    async def _fail_before_head(self, script: Script, timeouts: Timeouts) -> None:
+    def _fail_before_head(self, script: Script, timeouts: Timeouts) -> None:
         if script.status != 0:
             return
         if script.kind is FaultKind.RESET:
             raise NodeFault(Fault.RESET, "reset before the head")
-        await _released(timeouts)
         self._clock.advance(timeouts.headers)
         raise NodeFault(Fault.HEADERS_TIMEOUT, "no head")
 
@@ -92,9 +86,6 @@ class MemoryResponse:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """See the port."""
-        if self._script.waiting is not None and self._script.headers == EVENTS:
-            told = await self._script.waiting.script(self._clock.sleep)
-            self._script = dataclasses.replace(told, waiting=self._script.waiting)
         while self._at < len(self._script.pieces):
             await asyncio.sleep(0)
             if self._closed:
@@ -106,7 +97,6 @@ class MemoryResponse:
             case FaultKind.RESET:
                 raise NodeFault(Fault.RESET, "reset in the body")
             case FaultKind.STALL:
-                await _released(self._timeouts)
                 first = None if self._script.pieces else self._timeouts.first
                 wait = self._timeouts.stall if first is None else first
                 self._clock.advance(min(wait, max(0.0, self._due - self._clock.now())))
@@ -128,19 +118,9 @@ class MemoryResponse:
         """See the port."""
         if not self._closed:
             self._closed = True
-            if self._script.waiting is not None:
-                self._script.waiting.leave()
             self._node.running -= 1
             self._node.cut += int(not self._ended)
             self._transport.open.discard(self)
-
-
-async def _released(timeouts: Timeouts) -> None:
-    """Return when the deadlines run."""
-    if timeouts.hold is not None and timeouts.hold.held:
-        released = asyncio.Event()
-        timeouts.hold.observe(released.set)
-        await released.wait()
 
 
 def _split(url: str) -> tuple[str, str]:

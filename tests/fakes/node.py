@@ -10,17 +10,19 @@ from tests.fakes.fake_model import tokenize
 from tests.fakes.faults import FaultKind, InjectedFault, aborted_answer, aborted_events, error_events
 from tests.fakes.journal import STREAMS_PATH, Record, comment, journaled, records_of
 from tests.fakes.kv_transfer import FakeKvTransfer, HeldTicket
+from tests.fakes.lax_types import RefusedField, lax
 from tests.fakes.prompt_cache import PromptCache
 from tests.fakes.vllm_answers import ParsedRequest, answer, error, events
-from tests.fakes.waiting import TICKETS_PATH, Params, WaitingRequest, WaitingRoom
 
+REFUSED = "Bad Request"
+"""The type of vLLM's error for a field that it cannot read."""
 UNREADABLE = 10**6
 FORM = b"--"
 """What a body in parts (multipart/form-data) begins with."""
 JSON = (("content-type", "application/json"),)
 EVENTS = (("content-type", "text/event-stream; charset=utf-8"),)
 METRICS = """\
-pdproxy_connector_info{rendezvous="%s",resume="%s"} 1.0
+pdproxy_connector_info{resume="%s"} 1.0
 pdproxy_connector_capacity_tokens 100000.0
 pdproxy_connector_capacity_sequences{limit="max_model_len"} 100.0
 pdproxy_connector_capacity_binding{group="attention"} 1.0
@@ -31,7 +33,6 @@ pdproxy_connector_capacity_binding{group="attention"} 1.0
 class Script:
     """An answer: the head, the pieces of the body, and how it goes wrong (after ``until`` pieces).
 
-    That of a request that waits for its ticket has no pieces yet: of a stream the head is there, of others nothing.
     Pieces that are ``computed`` come only while the node's engine steps.
     """
 
@@ -39,7 +40,6 @@ class Script:
     headers: tuple[tuple[str, str], ...]
     pieces: tuple[bytes, ...]
     kind: FaultKind | None = None
-    waiting: WaitingRequest | None = None
     computed: bool = False
 
 
@@ -61,11 +61,7 @@ class FakeNode:
         burst: tokens that one streamed event carries.
     """
 
-    can_wait = True
-    """Whether it lets requests wait for their tickets."""
-    takes_tickets = False
-    """Whether it says where its engine takes tickets of prefill nodes directly."""
-    can_resume = False
+    can_resume = True
     """Whether it has the route of streams that can be resumed."""
     stores_responses = False
     """Whether it leaves responses to the endpoint itself, for it keeps them."""
@@ -82,15 +78,11 @@ class FakeNode:
         self.template: str | None = ""
         """Words that its chat template puts in front of a chat; None: it has no chat template."""
         self.fault: InjectedFault | None = None
-        """Of legs. While a decode leg waits for its ticket (``at`` < 0), or after it has it."""
-        self.delivery_fault: InjectedFault | None = None
-        """Of the deliveries of tickets; ``at`` 0: after a head of 200."""
+        """Of legs; ``at`` < 0: before the head of the answer."""
         self.cache: PromptCache | None = None
         """What it has cached of prompts, where that is to count."""
         self.resumes = False
         """As a decode node with ``--prefix-match-unit``: it keeps a state at the end of a prompt that it took over."""
-        self.sends_late = False
-        """What it sends directly comes so late that it does not count."""
         self.separators: tuple[str, str] | None = None
         """Of JSON in its streams and answers, as `json.dumps` takes them; None writes as vLLM does."""
         self.stream_pieces: tuple[bytes, ...] = ()
@@ -99,8 +91,6 @@ class FakeNode:
         """Before each of its paths."""
         self.forwarded: dict[str, Script] = {}
         """Answers of paths that are no generating endpoints, by path; others echo what was asked."""
-        self.waiting = WaitingRoom(fabric)
-        fabric.rooms[f"engine of {name}"] = self.waiting
         self.seen: list[Seen] = []
         self.recomputed = 0
         self.running = 0
@@ -111,27 +101,19 @@ class FakeNode:
         self.stepping.set()
 
     @property
-    def ticket_addresses(self) -> tuple[str, ...]:
-        """As `Node` has them."""
-        return (f"engine of {self.name}",) if self.takes_tickets else ()
-
-    @property
     def url(self) -> str:
         return f"http://{self.name}:8000"
 
     def legs(self) -> list[Seen]:
-        """Requests that were neither releases nor deliveries."""
-        return [seen for seen in self.seen if seen.path != TICKETS_PATH and not _releases(seen.body)]
+        """Requests that were no releases."""
+        return [seen for seen in self.seen if not _releases(seen.body)]
 
     def die(self) -> None:
-        """The process ends: what it held and what waited there is gone."""
+        """The process ends: what it held is gone."""
         self.fabric.lose(self.name)
-        self.waiting.clear()
 
-    def refuses(self, path: str) -> bool:
+    def refuses(self) -> bool:
         """Whether no connection can be had now."""
-        if path == TICKETS_PATH:
-            return self._take_delivery_fault(FaultKind.REFUSE) is not None
         return self._take_fault(FaultKind.REFUSE) is not None
 
     def respond(self, path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Script:
@@ -141,8 +123,6 @@ class FakeNode:
         path = path.removeprefix(self.prefix)
         body: Mapping[str, Any] = json.loads(raw) if raw and not raw.startswith(FORM) else {}
         self.seen.append(Seen(path, body, headers))
-        if path == TICKETS_PATH:
-            return self._take_delivery(raw)
         released = _releases(body)
         if released:
             self.fabric.release(released)
@@ -157,16 +137,6 @@ class FakeNode:
             )
         return script if fault is None else self._faulty(path, script, fault, body)
 
-    def _take_delivery(self, raw: bytes) -> Script:
-        if not self.can_wait:
-            return Script(404, JSON, (error(404, "Not Found"),))
-        fault = self._take_delivery_fault(*(set(FaultKind) - {FaultKind.REFUSE}))
-        if fault is None:
-            return Script(self.waiting.deliver(raw), JSON, (b"{}",))
-        if fault.kind is FaultKind.STATUS:
-            return _in_one_piece(fault.status, fault.headers, error(fault.status, "the node says no"))
-        return Script(200 if fault.at >= 0 else 0, JSON, (), fault.kind)
-
     def _healthy(self, path: str, body: Mapping[str, Any]) -> Script:
         if path == "/tokenize" and "prompt" in body:
             ids = tokenize(str(body["prompt"]))
@@ -177,14 +147,17 @@ class FakeNode:
             ids = self._parsed("/v1/chat/completions", body).prompt
             return Script(200, JSON, (json.dumps({"count": len(ids), "tokens": ids}).encode(),))
         if path == "/metrics":
-            labels = str(self.can_wait).lower(), str(self.can_resume).lower()
-            return Script(200, JSON, ((METRICS % labels).encode(),))
+            return Script(200, JSON, ((METRICS % str(self.can_resume).lower()).encode(),))
         if path.startswith(STREAMS_PATH):
             return self._journaled(path.removeprefix(STREAMS_PATH), body)
         if path in self.forwarded:
             return self.forwarded[path]
         if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
             return _in_one_piece(200, (), json.dumps({"path": path, "node": self.name}).encode())
+        try:
+            body = lax(path, body)
+        except RefusedField as refused_field:
+            return _in_one_piece(400, (), error(400, str(refused_field), REFUSED))
         refused = _invalid(body)
         if refused is not None:
             return Script(400, JSON, (error(400, refused),))
@@ -202,6 +175,7 @@ class FakeNode:
             return Script(404, JSON, (b'{"detail":"Not Found"}',))
         if self.stores_responses and path == "/v1/responses":
             return Script(400, JSON, (error(400, "it is stored", "NotResumableError"),))
+        body = lax(path, body)
         records, refused = records_of(body), _invalid(body)
         if records is None or refused is not None:
             return Script(400, JSON, (error(400, refused or "no stream, or a bad pdproxy_resume"),))
@@ -211,15 +185,9 @@ class FakeNode:
         params = body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
             return self._prefill(question, params)
-        if "pdproxy_wait" in params:
-            early = question.stream and question.path == "/v1/responses"
-            waiting = self.waiting.enter(
-                params, lambda given: self._decode(question, given or {}, records), streams_responses=early
-            )
-            return Script(200, EVENTS if question.stream else JSON, (), waiting=waiting)
         return self._decode(question, params, records)
 
-    def _decode(self, question: ParsedRequest, params: Params, records: list[Record] | None) -> Script:
+    def _decode(self, question: ParsedRequest, params: Mapping[str, Any], records: list[Record] | None) -> Script:
         cached, wrong = self._attend(question, params)
         if question.logprobs and wrong >= UNREADABLE:
             return Script(400, JSON, (error(400, "Out of range float values are not JSON compliant"),))
@@ -239,10 +207,6 @@ class FakeNode:
         cached = 1 if self.cache is None else self.cache.compute(question.prompt)
         ticket = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.name,
                   "remote_request_id": name, "remote_prefill_cached_tokens": cached}  # fmt: skip
-        to: Mapping[str, Any] = params.get("pdproxy_send_ticket", {})
-        for address in () if self.sends_late else to.get("addresses", ()):
-            mine = {key: value for key, value in ticket.items() if key != "remote_prefill_cached_tokens"}
-            self.fabric.rooms[address].take(to["id"], mine)
         return Script(200, JSON, (answer(question, cached, ticket),), computed=True)
 
     def _attend(self, question: ParsedRequest, params: Mapping[str, Any]) -> tuple[int, int]:
@@ -266,29 +230,15 @@ class FakeNode:
         self.fault = _once_less(fault)
         return fault
 
-    def _take_delivery_fault(self, *kinds: FaultKind) -> InjectedFault | None:
-        fault = self.delivery_fault
-        if fault is None or fault.kind not in kinds:
-            return None
-        self.delivery_fault = _once_less(fault)
-        return fault
-
     def _faulty(self, path: str, script: Script, fault: InjectedFault, body: Mapping[str, Any]) -> Script:
         if fault.kind is FaultKind.NO_TICKET:
-            if script.headers == EVENTS or script.waiting is not None:
+            if script.headers == EVENTS:
                 return script
             self._drop(body)
             return dataclasses.replace(script, pieces=(_without_ticket(script.pieces[0]),))
-        waiting = script.waiting
         if fault.at < 0 and fault.byte < 0 and fault.kind is not FaultKind.GARBAGE:
-            if waiting is not None:
-                waiting.leave()
-            return dataclasses.replace(script, status=0, pieces=(), kind=fault.kind, waiting=None)
-        if waiting is None:
-            return _cut_off(script, fault, path)
-        right = waiting.answer
-        waiting.answer = lambda params: _cut_off(right(params), fault, path)
-        return script
+            return dataclasses.replace(script, status=0, pieces=(), kind=fault.kind)
+        return _cut_off(script, fault, path)
 
     def _drop(self, body: Mapping[str, Any]) -> None:
         params = body.get("kv_transfer_params") or {}

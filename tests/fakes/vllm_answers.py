@@ -48,7 +48,7 @@ class ParsedRequest:
             model=str(body.get("model")),
             prompt=_prompt(path, body),
             count=int(most),
-            n=int(body.get("n") or 1),
+            n=int(body.get("n") or 1) if path in ("/v1/completions", "/v1/chat/completions") else 1,
             stops=[stop] if isinstance(stop, str) else list(stop),
             stream=bool(body.get("stream")),
             usage=bool(options.get("include_usage")),
@@ -274,9 +274,6 @@ def named_event(name: str, value: Mapping[str, Any]) -> bytes:
 
 
 def _prompt(path: str, body: Mapping[str, Any]) -> list[int]:
-    given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
-    if given is not None:
-        return list(given)
     if path == "/v1/completions":
         prompt = body["prompt"]
         while isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 
-from pdproxy.legs.parse import parsing
+from pdproxy.legs.parse import reading
 from pdproxy.legs.shape import estimated_prompt_tokens, shape
 from pdproxy.legs.turns import PromptReader, in_turns
 from pdproxy.request import Endpoint, read_json
@@ -29,6 +29,6 @@ async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
     shape(Endpoint.CHAT, body), estimated_prompt_tokens(body)
     at_once = time.thread_time() - began
     watching = asyncio.create_task(watch())
-    await PromptReader().facts(Endpoint.CHAT, await in_turns(parsing(Endpoint.CHAT, raw)))
+    await PromptReader().facts(Endpoint.CHAT, await in_turns(reading(raw)))
     watching.cancel()
     assert longest < at_once / 3

@@ -39,15 +39,21 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def fields(endpoint: Endpoint) -> set[str]:
+def annotations(endpoint: Endpoint) -> dict[str, tuple[ast.expr, ast.expr | None]]:
+    """The type and the default of each field, as they are written."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("no vLLM here to compare with")
     path, name = MODELS[endpoint]
     source = Path(spec.submodule_search_locations[0], "entrypoints", path).read_text()
     (model,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
-    assigned = (node.target for node in model.body if isinstance(node, ast.AnnAssign))
-    return {target.id for target in assigned if isinstance(target, ast.Name) and not target.id.startswith("_")}
+    assigned = [node for node in model.body if isinstance(node, ast.AnnAssign)]
+    named = {node.target.id: node for node in assigned if isinstance(node.target, ast.Name)}
+    return {name: (node.annotation, node.value) for name, node in named.items() if not name.startswith("_")}
+
+
+def fields(endpoint: Endpoint) -> set[str]:
+    return set(annotations(endpoint))
 
 
 @pytest.mark.parametrize("endpoint", MODELS)

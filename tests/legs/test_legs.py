@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from msgspec import Raw
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.legs.calls import (
@@ -38,7 +39,7 @@ async def run_prefill(to: Wire, endpoint: Endpoint = Endpoint.CHAT) -> PrefillAn
 
 async def test_a_prefill_brings_a_ticket() -> None:
     to = wire({"kv_transfer_params": TICKET, "usage": {"prompt_tokens": 9}})
-    assert await run_prefill(to) == PrefillAnswer({"remote_host": "h"}, 4, 9)
+    assert await run_prefill(to) == PrefillAnswer(Raw(b'{"remote_host":"h"}'), 4, 9)
     (request,) = to.requests
     assert (request.method, request.url) == ("POST", "http://127.0.0.1:1/v1/chat/completions")
     assert json.loads(request.body) == {"model": "m", "user": "ü\ud800"}
@@ -217,5 +218,5 @@ async def test_a_failed_release_is_a_fault() -> None:
 def test_the_decode_node_does_not_get_what_the_prefill_node_had_cached() -> None:
     params = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 7, "x": [1]}
     assert read_prefill(Endpoint.CHAT, {"kv_transfer_params": params}) == PrefillAnswer(
-        {"do_remote_prefill": True, "x": [1]}, 7
+        Raw(b'{"do_remote_prefill":true,"x":[1]}'), 7
     )

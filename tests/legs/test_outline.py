@@ -9,7 +9,7 @@ import pytest
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.legs.calls import outlined_object
 from pdproxy.legs.outline import PromptFacts
-from pdproxy.legs.parse import LARGE, parsing, scrub, split
+from pdproxy.legs.parse import LARGE, checked_fields, reading, scrub, split
 from pdproxy.legs.prompt_text import MOST_IDS, prompt_parts
 from pdproxy.legs.rewrite import decode_body, prefill_body
 from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens, shape
@@ -38,7 +38,9 @@ CHATS: dict[str, list[Any]] = {
 async def read(endpoint: Endpoint, body: dict[str, Any], *, ascii_only: bool = False) -> dict[str, object]:
     raw = json.dumps({"model": "m", **body}, ensure_ascii=ascii_only, separators=(",", ":")).encode()
     assert len(raw) > LARGE
-    return scrub(await in_turns(parsing(endpoint, raw)))
+    body = scrub(await in_turns(reading(raw)))
+    await in_turns(checked_fields(endpoint, body))
+    return body
 
 
 async def parts_of(endpoint: Endpoint, body: Json) -> list[bytes]:
@@ -57,7 +59,7 @@ async def test_of_a_long_chat_the_same_is_known_as_of_a_parsed_one(messages: lis
     assert facts.tokens == pytest.approx(exact, rel=0.02, abs=16)
     known = PromptFacts(exact, facts.most_tokens, facts.media)
     assert shape(Endpoint.CHAT, large, known) == shape(Endpoint.CHAT, body)
-    assert json.loads(write_json(decode_body(Endpoint.CHAT, large, None, frozenset()))) == body
+    assert json.loads(write_json(decode_body(large, None))) == body
 
 
 @pytest.mark.parametrize("name", ["one message", "many messages", "parts", "arguments"])
@@ -140,7 +142,7 @@ async def test_a_long_prompt_of_no_known_kind_is_refused(prompt: list[Any]) -> N
 )
 async def test_a_long_body_that_is_no_json_is_refused(raw: bytes, text: str) -> None:
     with pytest.raises(ClientError, match=text) as error:
-        await in_turns(parsing(Endpoint.COMPLETIONS, raw))
+        await in_turns(reading(raw))
     assert error.value.status == 400
 
 

@@ -37,7 +37,6 @@ def test_a_prompts_length_is_bounded_where_it_can_be(endpoint: Endpoint, body: J
         ({"prompt": [7] * 33}, 33),
         ({"prompt": None}, 0),
         ({"messages": [ASKED], "max_tokens": 9, "user": "y" * 400}, 22),
-        ({"messages": [ASKED], "kv_transfer_params": {"prompt_token_ids": [1] * 1234}}, 1234),
         ({"messages": [ASKED], "tools": [{"type": "function", "function": {"description": "z" * 390}}]}, 122),
         ({"system": "s" * 40, "messages": []}, 10),
         ({"instructions": "i" * 40, "input": "j" * 40}, 20),

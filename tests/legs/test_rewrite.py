@@ -1,15 +1,15 @@
-"""The bodies of both legs, the shapes of requests, and continuations."""
+"""The bodies of both legs, and the shapes of requests."""
 
 import itertools
 import json
-import re
 
 import pytest
+from msgspec import Raw
 
 from pdproxy.legs.parse import split
-from pdproxy.legs.rewrite import continuation_body, decode_body, prefill_body, sent_to
+from pdproxy.legs.rewrite import decode_body, prefill_body, with_usage
 from pdproxy.legs.shape import shape
-from pdproxy.request import Addition, Continuation, Endpoint, Json, write_json
+from pdproxy.request import Endpoint, Json, write_json
 
 HAND_OVER = "hand-over-0123456789"
 TICKET = {"do_remote_prefill": True, "remote_block_ids": [[1], [2]], "odd": {"x": 1}}
@@ -65,13 +65,25 @@ def test_what_shapes_the_prompt_stays() -> None:
     assert {key: value for key, value in prefill_body(Endpoint.CHAT, body, HAND_OVER, 1).items() if key in body} == body
 
 
-def test_the_prefill_leg_says_where_its_ticket_is_waited_for() -> None:
-    to = sent_to("wait-0123456789abcdef", ("5600 10.0.0.2",))
-    leg = prefill_body(Endpoint.CHAT, chat(), HAND_OVER, 1, to)["kv_transfer_params"]
-    plain = prefill_body(Endpoint.CHAT, chat(), HAND_OVER, 1)["kv_transfer_params"]
-    assert isinstance(leg, dict)
-    assert leg.pop("pdproxy_send_ticket") == {"id": "wait-0123456789abcdef", "addresses": ["5600 10.0.0.2"]}
-    assert leg == plain
+@pytest.mark.parametrize(
+    ("endpoint", "choice", "sent"),
+    [
+        (Endpoint.MESSAGES, {"type": "tool", "name": "f"}, {"type": "none"}),
+        (Endpoint.MESSAGES, {"type": "any"}, {"type": "any"}),
+        (Endpoint.MESSAGES, {"type": "auto"}, {"type": "auto"}),
+        (Endpoint.MESSAGES, "tool", "tool"),
+        (Endpoint.CHAT, {"type": "tool", "name": "f"}, {"type": "tool", "name": "f"}),
+        (Endpoint.RESPONSES, {"type": "tool", "name": "f"}, {"type": "tool", "name": "f"}),
+    ],
+)
+@pytest.mark.parametrize("raw", [False, True], ids=["decoded", "raw"])
+def test_the_one_token_of_a_messages_prefill_is_no_beginning_of_a_call(
+    endpoint: Endpoint, choice: object, sent: object, raw: bool
+) -> None:
+    given = Raw(write_json(choice)) if raw else choice
+    leg = prefill_body(endpoint, chat(tools=TOOLS, tool_choice=given), HAND_OVER, 1)
+    assert json.loads(write_json(leg["tool_choice"])) == sent
+    assert leg["tools"] == TOOLS
 
 
 def test_the_prefill_leg_names_its_hand_over_and_its_readers() -> None:
@@ -90,16 +102,13 @@ def test_a_prefill_of_a_response_is_not_kept() -> None:
 
 def test_the_decode_leg_is_what_the_client_sent_and_the_ticket() -> None:
     body = completion(min_tokens=3, stop=["x"], n=2, stream=True, vendor=1)
-    assert decode_body(Endpoint.COMPLETIONS, body, TICKET, frozenset()) == {**body, "kv_transfer_params": TICKET}
-    assert decode_body(Endpoint.COMPLETIONS, body, None, frozenset()) == body
+    assert json.loads(write_json(decode_body(body, Raw(write_json(TICKET))))) == {**body, "kv_transfer_params": TICKET}
+    assert decode_body(body, None) == body
 
 
-def test_additions_go_on_top() -> None:
-    body = chat(stream=True, stream_options={"continuous_usage_stats": True})
-    leg = decode_body(Endpoint.CHAT, body, None, frozenset(Addition))
-    assert leg["return_token_ids"] is True
-    assert leg["stream_options"] == {"continuous_usage_stats": True, "include_usage": True}
-    assert decode_body(Endpoint.MESSAGES, chat(), None, frozenset(Addition)) == chat()
+def test_the_usage_event_is_asked_for() -> None:
+    leg = with_usage(chat(stream=True, stream_options=None))
+    assert leg == chat(stream=True, stream_options={"include_usage": True})
 
 
 @pytest.mark.parametrize(
@@ -160,89 +169,32 @@ def test_what_cannot_be_disaggregated_is_known(endpoint: Endpoint, body: Json, r
 @pytest.mark.parametrize(
     ("endpoint", "body", "reason"),
     [
-        (Endpoint.COMPLETIONS, completion(), None),
-        (Endpoint.COMPLETIONS, completion(repetition_penalty=1.2, logprobs=2, min_tokens=3, stop="x", seed=1), None),
-        (Endpoint.COMPLETIONS, completion(presence_penalty=0, frequency_penalty=0.0, echo=False, bad_words=[]), None),
-        (Endpoint.COMPLETIONS, completion(presence_penalty=0.5), "penalties"),
-        (Endpoint.COMPLETIONS, completion(frequency_penalty=-1), "penalties"),
-        (Endpoint.COMPLETIONS, completion(echo=True), "echo"),
-        (Endpoint.COMPLETIONS, completion(n=2), "choices"),
-        (Endpoint.COMPLETIONS, completion(bad_words=["a"]), "bad_words"),
-        (Endpoint.COMPLETIONS, completion(structured_outputs={"regex": "a"}), "structured_output"),
-        (Endpoint.COMPLETIONS, completion(response_format={"type": "json_object"}), "structured_output"),
-        (Endpoint.COMPLETIONS, completion(response_format={"type": "text"}), None),
-        (Endpoint.COMPLETIONS, completion(thinking_token_budget=0), "reasoning"),
+        (Endpoint.COMPLETIONS, completion(n=3, presence_penalty=0.5, structured_outputs={"regex": "a"}), None),
+        (Endpoint.COMPLETIONS, completion(echo=True, logprobs=None), None),
+        (Endpoint.COMPLETIONS, completion(echo=True, logprobs=1), "prompt_logprobs"),
         (Endpoint.COMPLETIONS, completion(prompt_logprobs=0), "prompt_logprobs"),
-        (Endpoint.CHAT, chat(), None),
-        (Endpoint.CHAT, chat(messages=TEXT), None),
-        (Endpoint.CHAT, chat(messages=IMAGE), "media"),
-        (Endpoint.CHAT, chat(tools=TOOLS), "tool_calls"),
-        (Endpoint.CHAT, chat(tools=TOOLS, tool_choice="none"), None),
-        (Endpoint.MESSAGES, chat(), "messages"),
-        (Endpoint.RESPONSES, {"model": "m", "input": "x"}, "responses"),
+        (Endpoint.COMPLETIONS, completion(use_beam_search=True), "beam_search"),
+        (Endpoint.CHAT, chat(tools=TOOLS, messages=IMAGE), None),
+        (Endpoint.CHAT, chat(echo=True), "prompt_logprobs"),
+        (Endpoint.MESSAGES, chat(), None),
+        (Endpoint.RESPONSES, {"model": "m", "input": "x"}, None),
+        (Endpoint.RESPONSES, {"model": "m", "input": "x", "tools": [{"type": "mcp"}]}, "server_tools"),
+        (
+            Endpoint.RESPONSES,
+            {"model": "m", "input": "x", "include": ["message.output_text.logprobs"]},
+            "response_logprobs",
+        ),
     ],
 )
-def test_what_cannot_be_continued_is_known(endpoint: Endpoint, body: Json, reason: str | None) -> None:
-    known = shape(endpoint, body | {"stream": True} if isinstance(body, dict) else body)
-    assert known.not_continuable == reason
-    assert known.additions == (frozenset({Addition.TOKEN_IDS}) if reason is None else frozenset())
+def test_what_cannot_be_resumed_is_known(endpoint: Endpoint, body: Json, reason: str | None) -> None:
+    assert shape(endpoint, body).not_resumable == reason
 
 
 def test_a_shape_has_what_the_client_asked_for() -> None:
-    known = shape(
-        Endpoint.CHAT,
-        chat(
-            stream=True, return_token_ids=True, stream_options={"include_usage": True}, n=1, temperature=0, stop="abc"
-        ),
-    )
-    assert known.asked == frozenset(Addition)
-    assert known.additions == frozenset()
-    assert (known.stream, known.greedy, known.held_back) == (True, True, 2)
-    plain = shape(Endpoint.CHAT, chat(stop=["a", "bcde"], include_stop_str_in_output=True, max_completion_tokens=7))
-    assert (plain.stream, plain.greedy, plain.held_back) == (False, False, 0)
-    assert plain.additions == frozenset()
-
-
-def test_a_continuation_asks_for_what_is_left() -> None:
-    so_far = Continuation((1, 2, 3), (4, 5))
-    body = completion(max_tokens=10, min_tokens=3, seed=2**63 - 1, suffix="x", truncate_prompt_tokens=3, stop="x")
-    rest = continuation_body(Endpoint.COMPLETIONS, body, so_far)
-    assert rest == completion(prompt=[1, 2, 3, 4, 5], max_tokens=8, min_tokens=1, seed=1, stop="x")
-
-
-def test_completions_without_a_limit_have_sixteen_tokens() -> None:
-    for body in (completion(), completion(max_tokens=None)):
-        assert continuation_body(Endpoint.COMPLETIONS, body, Continuation((1,), (2, 3)))["max_tokens"] == 14
-
-
-def test_a_chat_is_continued_by_token_ids_on_both_legs() -> None:
-    rest = continuation_body(Endpoint.CHAT, chat(max_completion_tokens=5), Continuation((1, 2), (3,)))
-    assert rest["max_completion_tokens"] == 4
-    assert rest["messages"] == MESSAGES
-    assert "max_tokens" not in rest
-    ids = {"prompt_token_ids": [1, 2, 3]}
-    first = prefill_body(Endpoint.CHAT, rest, HAND_OVER, 1)["kv_transfer_params"]
-    assert isinstance(first, dict)
-    assert ids.items() <= first.items()
-    assert decode_body(Endpoint.CHAT, rest, TICKET, frozenset())["kv_transfer_params"] == {**ids, **TICKET}
-    assert decode_body(Endpoint.CHAT, rest, None, frozenset())["kv_transfer_params"] == ids
-
-
-@pytest.mark.parametrize("text", ["a b", "(^.*$)[x]{2}|?+\\", "\n\t\0", "é😀", "x/y-z", '"quoted"', "\u2028"])
-def test_a_sampled_continuation_is_held_to_what_the_client_has(text: str) -> None:
-    rest = continuation_body(Endpoint.CHAT, chat(), Continuation((1,), (2,), text))
-    rule = rest["structured_outputs"]
-    assert isinstance(rule, dict)
-    assert re.fullmatch(rule["regex"], text + " and\nmore")
-    assert re.fullmatch(rule["regex"], text)
-    assert not re.fullmatch(rule["regex"], "x" + text)
-    assert "structured_outputs" not in continuation_body(Endpoint.CHAT, chat(), Continuation((1,), (2,)))
-
-
-@pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.RESPONSES])
-def test_streams_of_other_endpoints_cannot_be_continued(endpoint: Endpoint) -> None:
-    with pytest.raises(ValueError, match="cannot be continued"):
-        continuation_body(endpoint, {}, Continuation((1,), ()))
+    known = shape(Endpoint.CHAT, chat(stream=True, stream_options={"include_usage": True}, n=1))
+    assert (known.stream, known.wants_usage) == (True, True)
+    plain = shape(Endpoint.CHAT, chat(stream_options={"continuous_usage_stats": True}, max_completion_tokens=7))
+    assert (plain.stream, plain.wants_usage, plain.longest) == (False, False, 7)
 
 
 def test_nothing_is_changed_in_place() -> None:
@@ -251,5 +203,6 @@ def test_nothing_is_changed_in_place() -> None:
         shape(endpoint, body)
         split(endpoint, body)
         prefill_body(endpoint, body, HAND_OVER, 2)
-        decode_body(endpoint, body, TICKET, frozenset(Addition))
+        decode_body(body, Raw(write_json(TICKET)))
+        with_usage(body)
         assert body == before

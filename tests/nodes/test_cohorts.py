@@ -12,7 +12,7 @@ from pdproxy.nodes.node import Bars, Footprint, Node, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import WINDOW, LegLoad
 from pdproxy.observe.metrics import Metrics
-from pdproxy.planning.plan import PlanPolicy, plan
+from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, plan
 from pdproxy.planning.plan_types import PlanInput
 from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import settle, until
@@ -56,7 +56,7 @@ class Fleet:
 
     def planned(self) -> tuple[str, str]:
         """Where the next request goes."""
-        made = plan(self.pool.snapshot(), PlanInput("m"), PlanPolicy(), 0)
+        made = plan(self.pool.snapshot(), PlanInput("m"), PlanPolicy(LEAST_LOADED), 0)
         return made.prefill.name if made.prefill else "", made.decode.name
 
     def value(self, name: str, **labels: str) -> float | None:

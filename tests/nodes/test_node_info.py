@@ -170,19 +170,6 @@ def test_a_node_says_whether_it_can_resume_streams(said: str | None, can_resume:
     assert NodeInfo(NODE, labels=labels).joined().can_resume is can_resume
 
 
-@pytest.mark.parametrize(("said", "can_wait"), [("true", True), ("false", False), (None, False)])
-def test_a_node_says_whether_it_lets_requests_wait_for_their_tickets(said: str | None, can_wait: bool) -> None:
-    labels = LABELS if said is None else {**LABELS, "rendezvous": said}
-    assert NodeInfo(NODE, labels=labels).joined().can_wait is can_wait
-
-
-def test_a_node_says_where_each_of_its_engines_takes_tickets() -> None:
-    line = 'pdproxy_connector_ticket_address{engine="%d",address="%s"} 1.0\n'
-    body = "".join(line % each for each in ((0, "5600 10.0.0.2 ab"), (1, "5601 10.0.0.2 cd"))).encode()
-    assert read_node_info(NODE, b"", b"", body).joined().ticket_addresses == ("5600 10.0.0.2 ab", "5601 10.0.0.2 cd")
-    assert read_node_info(NODE, b"", b"", b"").joined().ticket_addresses == ()
-
-
 ROOT = bytes.fromhex("9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0")
 """`NONE_HASH` of a node with `--prefix-caching-hash-algo sha256_cbor`, as vLLM 0.32 was seen to publish it."""
 OURS = {

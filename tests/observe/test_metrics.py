@@ -9,7 +9,6 @@ from pdproxy.errors import Fault
 from pdproxy.nodes.node import Role
 from pdproxy.observe.labels import (
     Attempt,
-    Delivery,
     Leg,
     Outcome,
     Phase,
@@ -51,7 +50,6 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.continuable(Word.ONE)
     metrics.recomputed()
     metrics.released(Attempt.FAILED)
-    metrics.delivered(Delivery.TICKET)
     active = [1.0]
     metrics.watch_requests(lambda: active[0], lambda: 3)
     metrics.watch_bodies(lambda: 700)
@@ -83,8 +81,6 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
         ("pdproxy_known_answer_tests_total", (("result", "failed"),)): 1,
         ("pdproxy_known_answer_tests_total", (("result", "passed"),)): 0,
         ("pdproxy_releases_total", (("outcome", "failed"),)): 1,
-        ("pdproxy_deliveries_total", (("outcome", "ticket"),)): 1,
-        ("pdproxy_deliveries_total", (("outcome", "failed"),)): 0,
         ("pdproxy_requests_active", ()): 1,
         ("pdproxy_requests_queued", ()): 3,
         ("pdproxy_body_bytes", ()): 700,

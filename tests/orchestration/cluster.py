@@ -19,7 +19,6 @@ from pdproxy.orchestration.request_queue import QueueStatus
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from pdproxy.response import ProxyResponse
-from pdproxy.settings.types import Legs
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.memory_transport import MemoryTransport
@@ -40,6 +39,11 @@ class Got:
     def json(self) -> Any:
         return json.loads(self.body)
 
+    @property
+    def route(self) -> str:
+        """`disaggregated` or `local`, without the reason of the plan."""
+        return self.headers["x-pdproxy-route"].split(";")[0]
+
 
 class FakeCluster:
     """Prefill nodes p0…, decode nodes d0…, all up.
@@ -50,7 +54,7 @@ class FakeCluster:
         config: the operator's.
         burst: tokens that an event carries.
         capacity: of each decode node; None where they do not publish it.
-        journaling: how many of the decode nodes, the first ones, write journals.
+        journaling: how many of the decode nodes, the first ones, write journals; all unless it is given.
     """
 
     def __init__(
@@ -59,9 +63,8 @@ class FakeCluster:
         decodes: int = 2,
         config: OrchestrationConfig | None = None,
         burst: int = 1,
-        legs: Legs = Legs.TOGETHER,
         capacity: Capacity | None = None,
-        journaling: int = 0,
+        journaling: int | None = None,
     ) -> None:
         self.fabric = FakeKvTransfer()
         self.clock = FakeClock()
@@ -74,14 +77,14 @@ class FakeCluster:
         for node in self.prefills:
             self.join(node, Role.PREFILL)
         for index, node in enumerate(self.decodes):
-            node.can_resume = node.can_resume or index < journaling
+            node.can_resume = journaling is None or index < journaling
             self.join(node, Role.DECODE, capacity)
         self.context = OrchestrationContext(
             self.transport,
             self.pool,
             metrics,
             self.clock,
-            dataclasses.replace(config or OrchestrationConfig(), legs=legs),
+            config or OrchestrationConfig(),
         )
         self.background_tasks = BackgroundTasks(self.context)
         self.orchestrator = Orchestrator(self.context, self.background_tasks)
@@ -97,8 +100,6 @@ class FakeCluster:
             fake.url,
             role,
             MODEL,
-            can_wait=fake.can_wait,
-            ticket_addresses=fake.ticket_addresses,
             can_resume=fake.can_resume,
             capacity=capacity,
         )
@@ -164,8 +165,6 @@ class FakeCluster:
         assert self.context.queue.status() == QueueStatus(seconds=self.context.queue.status().seconds)
         assert {node.name: node.running for node in self.nodes if node.running} == {}
         assert self.count("pdproxy_prefill_pending_tokens_estimate", model=MODEL) == 0
-        assert not self.context.waiting_places
-        assert [len(node.waiting) for node in self.nodes if node.waiting] == []
         assert self.fabric.held == {}
         assert self.fabric.wrong == []
 

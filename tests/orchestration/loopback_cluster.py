@@ -14,7 +14,6 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
-from pdproxy.settings.types import Legs
 from pdproxy.transport.h1_client import H1Transport
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -47,7 +46,7 @@ class LoopbackCluster:
             role = Role.PREFILL if fake.name.startswith("p") else Role.DECODE
             entry = Node(
                 fake.name, node.url, role, MODEL,
-                can_wait=fake.can_wait, can_resume=fake.can_resume, capacity=capacity,
+                can_resume=fake.can_resume, capacity=capacity,
             )  # fmt: skip
             self.pool.add(entry)
             self.pool.admit(entry)
@@ -80,8 +79,6 @@ class LoopbackCluster:
         await self.transport.aclose()
         assert self.transport.connections == 0
         await until(lambda: not any(node.connections() for node in self.nodes))
-        assert not self.context.waiting_places
-        assert [len(node.node.waiting) for node in self.nodes if node.node.waiting] == []
         assert self.fabric.held == {}
         assert self.fabric.wrong == [], self.fabric.wrong[:3]
 
@@ -92,18 +89,19 @@ async def loopback_cluster(
     decodes: int = 2,
     config: OrchestrationConfig | None = None,
     capacity: Capacity | None = None,
-    journaling: int = 0,
+    journaling: int | None = None,
     node: Callable[[FakeNode], LoopbackNode] = LoopbackNode,
 ) -> AsyncIterator[LoopbackCluster]:
-    """A running cluster; its nodes stop when the block ends. So many decode nodes, the first ones, write journals.
-    ``node`` makes the server of each."""
+    """A running cluster; its nodes stop when the block ends. So many decode nodes, the first ones, write journals; all
+    unless it is given. ``node`` makes the server of each."""
     fabric = FakeKvTransfer()
     names = [*(f"p{index}" for index in range(prefills)), *(f"d{index}" for index in range(decodes))]
     async with contextlib.AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(node(FakeNode(name, fabric))) for name in names]
-        for server in servers[prefills : prefills + journaling]:
+        last = None if journaling is None else prefills + journaling
+        for server in servers[prefills:last]:
             server.node.can_resume = True
-        yield LoopbackCluster(fabric, servers, config or OrchestrationConfig(legs=Legs.TOGETHER), capacity)
+        yield LoopbackCluster(fabric, servers, config or OrchestrationConfig(), capacity)
 
 
 async def until(holds: Callable[[], bool]) -> None:

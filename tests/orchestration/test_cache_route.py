@@ -1,4 +1,4 @@
-"""Requests under the policies that go by what is cached, on fake nodes that keep states as those of a hybrid model."""
+"""Requests under the policy that goes by what is cached, on fake nodes that keep states as those of a hybrid model."""
 
 import asyncio
 import collections
@@ -17,11 +17,10 @@ from pdproxy.orchestration.in_flight import predicted
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
-from pdproxy.planning.policies import ITL_BUDGET, policy_named
+from pdproxy.planning.cache_aware import ITL_BUDGET, CacheAware
 from pdproxy.planning.prefix import PromptHits
 from pdproxy.planning.rates import Rates, Work
 from pdproxy.request import Endpoint, SubRequest
-from pdproxy.settings.types import Legs, Routing
 from tests.fakes.fake_model import tokenize
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.prompt_cache import PromptCache
@@ -50,16 +49,14 @@ class CachingCluster(FakeCluster):
 
     def __init__(
         self,
-        routing: Routing = Routing.HYBRID,
         nodes: int = 3,
         *,
         resumes: bool = False,
         ranks: int = 1,
-        legs: Legs = Legs.IN_TURN,
         itl_budget: float = ITL_BUDGET,
     ) -> None:
-        config = OrchestrationConfig(routing_policy=policy_named(routing, itl_budget))
-        super().__init__(nodes, nodes, config, legs=legs)
+        config = OrchestrationConfig(routing_policy=CacheAware(itl_budget))
+        super().__init__(nodes, nodes, config)
         for fake in self.nodes:
             fake.cache = PromptCache()
             fake.resumes = resumes and fake in self.decodes
@@ -98,10 +95,8 @@ def said(turn: int, conversation: int = 0) -> list[str]:
     return [f"c{conversation}t{number} " * 40 for number in range(2 * turn + 1)]
 
 
-@pytest.mark.parametrize("legs", list(Legs))
-@pytest.mark.parametrize("routing", [Routing.PREFIX, Routing.HYBRID])
-async def test_the_turns_of_a_conversation_stay_without_any_session_key(routing: Routing, legs: Legs) -> None:
-    cluster = CachingCluster(routing, legs=legs)
+async def test_the_turns_of_a_conversation_stay_without_any_session_key() -> None:
+    cluster = CachingCluster()
     for turn in range(4):
         got = await cluster.say(*said(turn))
     assert list(cluster.legs_on().values()) == [4]
@@ -144,7 +139,7 @@ async def test_a_shared_system_prompt_stays_on_one_node_while_that_is_idle() -> 
 
 
 async def test_tokens_in_flight_are_given_back() -> None:
-    cluster = CachingCluster(legs=Legs.TOGETHER)
+    cluster = CachingCluster()
     cluster.prefills[0].fault = InjectedFault(FaultKind.RESET, times=1)
     cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, times=1)
     for turn in range(4):
@@ -244,7 +239,7 @@ async def test_a_leg_names_its_rank_where_vllm_heeds_it(endpoint: Endpoint) -> N
 
 async def test_a_decode_node_that_resumes_serves_the_next_turn_alone() -> None:
     cluster = CachingCluster(nodes=2, resumes=True)
-    routes = [(await cluster.say(*said(turn))).headers["x-pdproxy-route"].split(";")[0] for turn in range(3)]
+    routes = [(await cluster.say(*said(turn))).route for turn in range(3)]
     assert routes == ["disaggregated", "local", "local"]
     assert cluster.count("pdproxy_local_total", reason="cached") == 2
     assert len(cluster.legs_on(Role.DECODE)) == 1
@@ -261,13 +256,6 @@ async def test_a_model_without_states_resumes_wherever_its_attention_does() -> N
     await cluster.say(*said(0))
     await cluster.say(*said(0, 1))
     assert cluster.count("pdproxy_plans_total", reason="resumes") == 1, "the second prompt, not the third"
-
-
-async def test_attention_alone_never_has_a_decode_node_compute() -> None:
-    cluster = CachingCluster(Routing.PREFIX, nodes=2, resumes=True)
-    for turn in range(3):
-        await cluster.say(*said(turn))
-    assert cluster.count("pdproxy_local_total", reason="cached") == 0
 
 
 async def test_a_node_that_evicted_is_believed() -> None:

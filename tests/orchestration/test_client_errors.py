@@ -6,8 +6,18 @@ import pytest
 
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.failures import Moment, Step
+from pdproxy.nodes.node import Node, NodeView, Role, Snapshot, State
 from pdproxy.observe.labels import Leg
-from pdproxy.orchestration.client_errors import UpstreamErrorResponse, error_body, error_event, final_error
+from pdproxy.orchestration.client_errors import (
+    UpstreamErrorResponse,
+    error_body,
+    error_event,
+    final_error,
+    final_error_of,
+    only_model,
+    unknown_model_error,
+)
+from pdproxy.planning.plan_types import UnknownModel
 from pdproxy.request import Endpoint
 from tests.stream.engine import events
 
@@ -28,6 +38,33 @@ def test_named_streams_get_an_error_event(endpoint: Endpoint) -> None:
     payload = json.loads(event.data or b"")
     assert payload["type"] == "error"
     assert ERROR.message in (payload.get("message"), payload.get("error", {}).get("message"))
+
+
+def test_an_error_that_vllm_writes_too_has_its_type_and_code() -> None:
+    error = unknown_model_error(UnknownModel("x", ("a", "b")))
+    assert error.status == 404
+    inner = json.loads(error_body(Endpoint.CHAT, error))["error"]
+    message = "The model `x` does not exist. Valid aliases: a, b."
+    assert inner == {"message": message, "type": "NotFoundError", "param": "model", "code": 404}
+    messages = json.loads(error_body(Endpoint.MESSAGES, error))
+    assert messages == {"type": "error", "error": {"type": "NotFoundError", "message": message}}
+    assert final_error_of(error).code == "NotFoundError"
+
+
+def of_models(*models: str) -> Snapshot:
+    """A prefill node, and a decode node for each, with an adapter."""
+    named = [("p", Role.PREFILL, "other"), *((f"d{number}", Role.DECODE, model) for number, model in enumerate(models))]
+    nodes = [Node(name, f"http://{name}", role, model=model, aliases=("poet",)) for name, role, model in named]
+    return Snapshot(tuple(NodeView(node, State.UP, 0) for node in nodes))
+
+
+def test_without_a_name_the_one_model_is_meant() -> None:
+    assert only_model(of_models("a", "a")) == "a"
+    assert only_model(of_models("a", "")) == "a"
+    assert only_model(of_models("")) == ""
+    with pytest.raises(ClientError, match="name one of them in `model`: a, b") as several:
+        only_model(of_models("b", "a"))
+    assert (several.value.status, several.value.param) == (400, "model")
 
 
 def test_bodies_have_the_endpoints_shape() -> None:

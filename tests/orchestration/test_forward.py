@@ -105,6 +105,15 @@ async def test_a_5xx_does_not_count_as_a_success_of_the_node() -> None:
     assert cluster.pool.view("d0").state is State.DOWN
 
 
+async def test_a_400_counts_as_a_success_of_the_node() -> None:
+    cluster = FakeCluster(decodes=1)
+    for _ in range(8):
+        refuse(cluster.pool, "d0", requests=1, leg=Leg.FORWARD)
+        cluster.decodes[0].fault = InjectedFault(FaultKind.STATUS, status=400, times=1)
+        assert (await _forward(cluster))[0] == 400
+    assert cluster.pool.view("d0").state is State.UP
+
+
 @pytest.mark.parametrize(
     "trouble",
     [InjectedFault(FaultKind.HANG), InjectedFault(FaultKind.STALL, at=0), InjectedFault(FaultKind.STALL, at=1)],

@@ -16,7 +16,7 @@ async def test_a_whole_answer_is_the_decode_nodes(endpoint: Endpoint) -> None:
     cluster = FakeCluster()
     got = await cluster.ask(endpoint, body_for(endpoint, stream=False))
     assert (got.status, text_of(endpoint, got.json())) == (200, right(endpoint))
-    assert got.headers["x-pdproxy-route"] == "disaggregated"
+    assert got.route == "disaggregated"
     assert got.headers["content-type"] == "application/json"
     assert got.json()["kv_transfer_params"] is None
     assert cluster.fabric.pulled == 1
@@ -121,7 +121,9 @@ async def test_several_answers_share_a_hand_over(stream: bool) -> None:
 async def test_an_unknown_model_is_404() -> None:
     cluster = FakeCluster()
     got = await cluster.ask(Endpoint.CHAT, {**body_for(Endpoint.CHAT, stream=False), "model": "other"})
-    assert (got.status, got.json()["error"]["code"]) == (404, "model_not_found")
+    assert got.status == 404
+    message = "The model `other` does not exist. Valid aliases: tiny."
+    assert got.json()["error"] == {"message": message, "type": "NotFoundError", "param": "model", "code": 404}
 
 
 async def test_the_fingerprint_stays_with_the_finish() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.orchestration.journaled_stream import JournaledStream
-from pdproxy.request import Endpoint, Headers, LegForm, Shape, StreamRoute
+from pdproxy.request import Endpoint, Headers, Shape
 from pdproxy.response import Sink
 from pdproxy.stream.journal import Journal
 from pdproxy.stream.transcript import Transcript
@@ -51,8 +51,7 @@ class Leg:
     def __init__(self, endpoint: Endpoint, pieces: Sequence[bytes], *, breaks: bool = False) -> None:
         self.journal = Journal()
         self.transcript = Transcript(endpoint, Shape(1, stream=True))
-        self.transcript.begin_leg(LegForm(StreamRoute.JOURNALED))
-        self.stream = JournaledStream(Pieces(pieces, breaks=breaks), self.transcript, lambda: None, None, self.journal)
+        self.stream = JournaledStream(Pieces(pieces, breaks=breaks), self.transcript, None, None, self.journal)
         self.seen = b""
 
     async def read(self) -> "Leg":

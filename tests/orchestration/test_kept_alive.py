@@ -13,8 +13,8 @@ from pdproxy.observe.labels import Proof
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.known_answer import KnownAnswer
+from pdproxy.planning.plan import LEAST_LOADED
 from pdproxy.request import ClientRequest, Endpoint, HeldBody
-from pdproxy.settings.types import Legs
 from pdproxy.transport.port import HttpRequest, Timeouts, read_to_end
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.loopback import LoopbackNode
@@ -28,7 +28,7 @@ EARLY = 0.005
 """Seconds after an answer within which these nodes close the connection."""
 TOGETHER = 8
 Ask = Callable[[LoopbackCluster], Awaitable[None]]
-ONCE = {legs: OrchestrationConfig(legs=legs, retries=0, migrations=0) for legs in Legs}
+ONCE = OrchestrationConfig(retries=0, migrations=0)
 
 
 def closing_early(seed: int) -> Callable[[FakeNode], LoopbackNode]:
@@ -73,12 +73,9 @@ async def lost(cluster: LoopbackCluster, ask: Callable[[], Awaitable[None]], num
     return next(failed)
 
 
-@pytest.mark.parametrize(
-    ("number", "legs"),
-    [(200, Legs.IN_TURN), *(pytest.param(1600, legs, marks=pytest.mark.long) for legs in Legs)],
-)
-async def test_no_chat_is_lost(number: int, legs: Legs) -> None:
-    async with loopback_cluster(1, 1, ONCE[legs], node=closing_early(number)) as cluster:
+@pytest.mark.parametrize("number", [200, pytest.param(1600, marks=pytest.mark.long)])
+async def test_no_chat_is_lost(number: int) -> None:
+    async with loopback_cluster(1, 1, ONCE, node=closing_early(number)) as cluster:
         streams = itertools.cycle((False, True))
         assert await lost(cluster, lambda: chat(cluster, stream=next(streams)), number) == 0
         assert cluster.count("pdproxy_resends_total") > 0
@@ -100,7 +97,7 @@ async def prefill_alone(cluster: LoopbackCluster) -> None:
 @pytest.mark.parametrize("ask", [embed, prefill_alone])
 @pytest.mark.parametrize("number", [160, pytest.param(1200, marks=pytest.mark.long)])
 async def test_no_leg_alone_is_lost(number: int, ask: Ask) -> None:
-    async with loopback_cluster(1, 1, ONCE[Legs.IN_TURN], node=closing_early(number)) as cluster:
+    async with loopback_cluster(1, 1, ONCE, node=closing_early(number)) as cluster:
         assert await lost(cluster, lambda: ask(cluster), number) == 0
         assert cluster.count("pdproxy_resends_total") > 0
         assert cluster.count("pdproxy_leg_faults_total") == 0
@@ -127,8 +124,6 @@ class Losing:
 
 def kind_of(name: str, path: str, body: bytes) -> str:
     """Which leg a request is."""
-    if path == "/v1/pdproxy/tickets":
-        return "delivery"
     if path.startswith("/v1/pdproxy/streams"):
         return "resume" if b"pdproxy_resume" in body else "journaled"
     if b"pdproxy_release" in body:
@@ -161,29 +156,25 @@ async def prove_pair(cluster: LoopbackCluster) -> None:
     await until(lambda: not cluster.background_tasks)
 
 
-LEGS: dict[str, tuple[Legs, str, Ask]] = {
-    "prefill": (Legs.IN_TURN, "prefill", chat),
-    "prefill, together": (Legs.TOGETHER, "prefill", chat),
-    "decode": (Legs.IN_TURN, "decode", chat),
-    "decode, streamed": (Legs.IN_TURN, "decode", lambda cluster: chat(cluster, stream=True)),
-    "decode, waiting": (Legs.TOGETHER, "decode", chat),
-    "decode, waiting, streamed": (Legs.TOGETHER, "decode", lambda cluster: chat(cluster, stream=True)),
-    "delivery": (Legs.TOGETHER, "delivery", chat),
-    "release": (Legs.IN_TURN, "release", recomputed),
-    "forward": (Legs.IN_TURN, "/v1/embeddings", embed),
-    "probe": (Legs.IN_TURN, "/health", probe),
-    "known answer, prefill": (Legs.IN_TURN, "prefill", prove_pair),
-    "known answer, decode": (Legs.IN_TURN, "decode", prove_pair),
+LEGS: dict[str, tuple[str, Ask]] = {
+    "prefill": ("prefill", chat),
+    "decode": ("decode", chat),
+    "decode, streamed": ("decode", lambda cluster: chat(cluster, stream=True)),
+    "release": ("release", recomputed),
+    "forward": ("/v1/embeddings", embed),
+    "probe": ("/health", probe),
+    "known answer, prefill": ("prefill", prove_pair),
+    "known answer, decode": ("decode", prove_pair),
 }
 
 
 async def test_a_stream_is_resumed_by_a_leg_that_is_sent_again() -> None:
     losing = Losing()
-    config = OrchestrationConfig(retries=0, migrations=1)
+    config = OrchestrationConfig(retries=0, migrations=1, routing_policy=LEAST_LOADED)
     async with loopback_cluster(1, 2, config, journaling=2, node=losing) as cluster:
         cluster.fabric.copies_allowed = True
         for _ in range(2):
-            await chat(cluster, stream=True)  # one connection to each node
+            await chat(cluster, stream=True)  # by turns: one connection to each node
         losing.armed = "resume"
         for node in cluster.nodes[1:]:
             node.node.fault = InjectedFault(FaultKind.RESET, at=3, times=1)
@@ -197,9 +188,9 @@ async def test_a_stream_is_resumed_by_a_leg_that_is_sent_again() -> None:
 @pytest.mark.parametrize("leg", LEGS)
 async def test_a_leg_that_was_processed_and_lost_is_sent_again(leg: str) -> None:
     """The worst case: the node has done all of it. Nothing stays behind on it, and nobody is to blame."""
-    legs, kind, ask = LEGS[leg]
+    kind, ask = LEGS[leg]
     losing = Losing()
-    async with loopback_cluster(1, 1, ONCE[legs], node=losing) as cluster:
+    async with loopback_cluster(1, 1, ONCE, node=losing) as cluster:
         cluster.fabric.copies_allowed = True
         await ask(cluster)
         losing.armed = kind

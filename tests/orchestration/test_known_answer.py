@@ -293,6 +293,6 @@ async def test_a_barred_pair_answers_right_from_the_decode_node_alone() -> None:
     pair.pool.bar(Bars({("p0", "d0"): result.why}))
     before = len(completions(pair.prefill))
     got = await pair.ask_as_client()
-    assert got.headers["x-pdproxy-route"] == "local"
+    assert got.route == "local"
     assert len(completions(pair.prefill)) == before
     assert pair.count("pdproxy_local_total", reason="barred_pair") == 1

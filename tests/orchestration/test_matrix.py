@@ -8,7 +8,6 @@ stream and so on; where three things decide together, two of them are one axis. 
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -17,7 +16,6 @@ from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.request import Endpoint
 from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.faults import FaultKind, InjectedFault
-from tests.fakes.node import FakeNode
 from tests.orchestration.answers import read_answer, text_of
 from tests.orchestration.cluster import FakeCluster, Got
 from tests.orchestration.prompts import body_for, prompt_ids, right
@@ -64,11 +62,6 @@ class Cell:
         return (
             f"{self.injected}-{scope}-{self.endpoint.name.lower()}-{'stream' if self.stream else 'whole'}-{self.policy}"
         )
-
-    @property
-    def together(self) -> bool:
-        """Whether the decode leg goes out with the prefill leg: not of a stream that begins before its ticket."""
-        return FakeNode.can_wait and not (self.stream and self.endpoint is Endpoint.RESPONSES)
 
     async def ask(self, cluster: FakeCluster) -> Got:
         return await cluster.ask(self.endpoint, body_for(self.endpoint, stream=self.stream))
@@ -122,14 +115,14 @@ async def test_prefill_leg(cell: Cell) -> None:
     others = cell.policy is not OnPrefillFailure.LOCAL
     if cell.injected == "400":
         cell.check_error(got, cluster)
-        assert [len(node.legs()) for node in cluster.nodes] == [1, 0, int(cell.together), 0]
+        assert [len(node.legs()) for node in cluster.nodes] == [1, 0, 0, 0]
     elif cell.all_faulty and cell.policy is OnPrefillFailure.FAIL:
         cell.check_error(got, cluster)
-        assert [len(node.legs()) for node in cluster.decodes] == [int(cell.together), 0]
+        assert [len(node.legs()) for node in cluster.decodes] == [0, 0]
     else:
         cell.check_right(got)
         local = cell.all_faulty or not others
-        assert got.headers["x-pdproxy-route"] == ("local" if local else "disaggregated")
+        assert got.route == ("local" if local else "disaggregated")
         assert cluster.fabric.pulled == (0 if local else 1)
         assert sum(len(node.legs()) for node in cluster.decodes) == 1
     tried = 2 if cell.all_faulty and others and cell.injected != "400" else 1
@@ -148,7 +141,7 @@ async def test_decode_leg_before_its_first_event(cell: Cell) -> None:
         cell.check_error(got, cluster)
     else:
         cell.check_right(got)
-        assert got.headers["x-pdproxy-route"] == "disaggregated"
+        assert got.route == "disaggregated"
         expired = cell.injected in ("hang", "stall-after-head")
         assert sum(len(node.legs()) for node in cluster.prefills) == (2 if expired else 1), (
             "a ticket serves while it can"
@@ -191,7 +184,7 @@ async def test_decode_leg_in_the_middle(endpoint: Endpoint, how: tuple[FaultKind
     if answer.error is None:
         assert answer.texts[0] == right(endpoint)
     else:
-        assert endpoint not in CHUNKED or all_faulty, "a continuable stream goes on where a node is left"
+        assert all_faulty, "a stream with a journal goes on where a node is left"
     outcome = "ok" if answer.error is None else "failed"
     assert cluster.count("pdproxy_requests_total", endpoint=endpoint, outcome=outcome) == 1
     if endpoint in CHUNKED:
@@ -201,17 +194,15 @@ async def test_decode_leg_in_the_middle(endpoint: Endpoint, how: tuple[FaultKind
     await cluster.settle()
 
 
-NOT_CONTINUABLE = ({"presence_penalty": 1.0}, {"n": 2}, {"response_format": {"type": "json_object"}})
-
-
 @pytest.mark.parametrize(
-    ("asked", "ill", "at"), spread(itertools.product(CHUNKED, NOT_CONTINUABLE), STREAMING, [1, 2, 5]), ids=str
+    ("asked", "ill", "at"), spread(itertools.product(Endpoint, (1, 2)), STREAMING, [1, 2, 5]), ids=str
 )
-async def test_what_cannot_be_continued_ends_in_an_error_event(
-    asked: tuple[Endpoint, dict[str, Any]], ill: FaultKind, at: int
+async def test_a_stream_without_a_journal_ends_in_an_error_event(
+    asked: tuple[Endpoint, int], ill: FaultKind, at: int
 ) -> None:
-    endpoint, more = asked
-    cluster = FakeCluster()
+    endpoint, choices = asked
+    more = {"n": choices} if choices > 1 and endpoint in CHUNKED else {}
+    cluster = FakeCluster(journaling=0)
     cluster.decodes[0].fault = InjectedFault(ill, at=at)
     answer = read_answer(endpoint, (await cluster.ask(endpoint, body_for(endpoint, stream=True, **more))).body)
     assert answer.ended
@@ -221,8 +212,9 @@ async def test_what_cannot_be_continued_ends_in_an_error_event(
         assert answer.texts[0] == right(endpoint)
         assert at < 5, "text was out"
     else:
-        assert right(endpoint).startswith(answer.texts[0])
+        assert right(endpoint).startswith(answer.texts.get(0, ""))
         assert cluster.decodes[1].legs() == []
+        assert cluster.count("pdproxy_steps_total", leg="decode", step="error_event") == 1
     await cluster.settle()
 
 

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from pdproxy.request import Endpoint
-from pdproxy.settings.types import Legs
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.cluster import FakeCluster
 from tests.orchestration.prompts import body_for
@@ -51,7 +50,7 @@ def _no_collector() -> Iterator[None]:
     ("fault", "ill", "how"), spread(FAULTS, ["p0", "p", "d0", "d"], itertools.product(Endpoint, (False, True)))
 )
 async def test_nothing_of_the_body_is_alive_after_the_answer(fault: str, ill: str, how: tuple[Endpoint, bool]) -> None:
-    cluster = FakeCluster(legs=Legs.IN_TURN)
+    cluster = FakeCluster()
     for node in cluster.nodes:
         node.fault = FAULTS[fault] if node.name.startswith(ill) else None
     endpoint, stream = how

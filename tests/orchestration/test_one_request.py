@@ -19,7 +19,7 @@ from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.node_picker import FaultReporter
 from pdproxy.request import Endpoint
-from pdproxy.settings.types import Legs, OnPrefillFailure
+from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.clock import FakeClock
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.refused import refuse, serve
@@ -61,8 +61,8 @@ async def _ask_once(data: st.DataObject) -> None:
         migrations=data.draw(st.integers(0, 3)),
         on_prefill_failure=data.draw(st.sampled_from(OnPrefillFailure)),
     )
-    legs, journaling = data.draw(st.sampled_from(Legs)), data.draw(st.sampled_from([0, decodes]))
-    cluster = FakeCluster(prefills, decodes, config, legs=legs, journaling=journaling)
+    journaling = data.draw(st.sampled_from([0, decodes]))
+    cluster = FakeCluster(prefills, decodes, config, journaling=journaling)
     common = data.draw(FAULTS | st.none())
     for node in cluster.nodes:
         node.fault = common or data.draw(st.none() | FAULTS)

@@ -20,7 +20,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pdproxy.observe.labels import Move
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.request import Endpoint
-from pdproxy.settings.types import Legs
 from pdproxy.stream import journal
 from tests.fakes.faults import FaultKind, InjectedFault, error_events
 from tests.fakes.node import FakeNode, Script
@@ -39,10 +38,9 @@ def moves(cluster: FakeCluster, move: Move) -> float:
     return cluster.count("pdproxy_stream_stall_seconds_count", move=move)
 
 
-@pytest.mark.parametrize("legs", Legs)
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_an_unbroken_stream_is_what_it_is_without_a_journal(shape: str, legs: Legs) -> None:
-    cluster = FakeCluster(journaling=2, legs=legs)
+async def test_an_unbroken_stream_is_what_it_is_without_a_journal(shape: str) -> None:
+    cluster = FakeCluster(journaling=2)
     assert seen(await ask(cluster, shape)) == await uncut(shape)
     (leg,) = cluster.decodes[0].legs()
     assert leg.path == ROUTE + SHAPES[shape][0]
@@ -121,17 +119,21 @@ async def test_without_migrations_nothing_is_added(shape: str) -> None:
     (leg,) = cluster.decodes[0].legs()
     assert leg.path == SHAPES[shape][0]
     assert "return_token_ids" not in leg.body
-    cluster.decodes[1].fault = OVER
+    for node in cluster.decodes:
+        node.fault = OVER
     answer = read_answer(SHAPES[shape][0], await ask(cluster, shape))
     assert answer.error is not None
 
 
-@pytest.mark.parametrize(("shape", "journaled"), [("chat", False), ("tools", True), ("choices", True)])
-async def test_a_lone_node_writes_a_journal_where_nothing_else_could_help(shape: str, journaled: bool) -> None:
+@pytest.mark.parametrize("shape", ["chat", "tools", "choices"])
+async def test_a_lone_node_writes_a_journal_for_another_may_join(shape: str) -> None:
     cluster = FakeCluster(decodes=2, journaling=1)
-    await ask(cluster, shape)
-    (leg,) = cluster.decodes[0].legs()
-    assert leg.path.startswith(ROUTE) is journaled
+    reply, got = await _pieces(cluster, shape, 3)
+    cluster.decodes[1].can_resume = True
+    cluster.amend("d1", can_resume=True)
+    cluster.pool.leaving("d0").set()
+    assert seen(got + await read(reply)) == await uncut(shape)
+    assert [leg.path.startswith(ROUTE) for node in cluster.decodes for leg in node.legs()] == [True, True]
 
 
 async def test_what_has_a_journal_goes_to_nodes_that_can_resume() -> None:
@@ -168,14 +170,15 @@ async def test_where_nothing_was_out_any_node_is_asked_anew() -> None:
     await cluster.settle()
 
 
-async def test_nodes_without_the_route_keep_todays_rules() -> None:
-    cluster = FakeCluster()
-    cluster.decodes[0].fault = OVER
-    assert read_answer(CHAT, await ask(cluster, "chat")).error is None
-    assert moves(cluster, Move.CONTINUED) == 1
-    (leg,) = cluster.decodes[1].legs()
-    assert leg.path == CHAT
-    assert "prompt_token_ids" in leg.body["kv_transfer_params"]
+async def test_on_nodes_without_the_route_a_stream_ends_in_an_error_event() -> None:
+    cluster = FakeCluster(journaling=0)
+    cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=5)
+    answer = read_answer(CHAT, await ask(cluster, "chat"))
+    assert (answer.error is None, answer.ended) == (False, True)
+    (leg,) = cluster.decodes[0].legs()
+    assert (leg.path, "return_token_ids" in leg.body) == (CHAT, False)
+    assert cluster.decodes[1].legs() == []
+    assert cluster.count("pdproxy_continuable_total", answer="no", reason="no_journal") == 1
 
 
 @pytest.mark.parametrize("status", [400, 404, 405, 500, 503])
@@ -215,7 +218,7 @@ async def test_a_node_may_leave_a_stream_to_the_endpoint() -> None:
     assert seen(await ask(cluster, "responses")) == await uncut("responses")
     assert [leg.path for leg in cluster.decodes[0].legs()] == [ROUTE + Endpoint.RESPONSES, Endpoint.RESPONSES]
     assert cluster.fabric.pulled == 1, "the same ticket serves"
-    assert cluster.count("pdproxy_continuable_total", answer="no", reason="responses") == 1
+    assert cluster.count("pdproxy_continuable_total", answer="no", reason="no_journal") == 1
 
 
 async def test_an_error_that_no_record_follows_is_noticed() -> None:
@@ -228,13 +231,8 @@ async def test_an_error_that_no_record_follows_is_noticed() -> None:
         script = respond(path, raw, headers)
         if not path.startswith(ROUTE):
             return script
-        assert script.waiting is not None
-        whole = script.waiting.answer
         broken_off = error_events(CHAT, 500, "engine died")
-        script.waiting.answer = lambda given: dataclasses.replace(
-            ready := whole(given), pieces=(*ready.pieces[:4], b"".join(broken_off))
-        )
-        return script
+        return dataclasses.replace(script, pieces=(*script.pieces[:4], b"".join(broken_off)))
 
     node.respond = fail_inside  # type: ignore[method-assign]
     assert seen(await ask(cluster, "tools")) == await uncut("tools")
@@ -315,7 +313,7 @@ async def test_without_another_node_a_finished_stream_ends_without_its_usage() -
 async def test_nothing_is_held_where_a_finished_stream_could_not_be_resumed(retries: int) -> None:
     faults = (InjectedFault(FaultKind.RESET, at=24, times=1), InjectedFault(FaultKind.STATUS, status=500))
     config = OrchestrationConfig(retries=retries)
-    got, _ = await broken("choices", *faults, decodes=2, legs=Legs.IN_TURN, config=config)
+    got, _ = await broken("choices", *faults, decodes=2, config=config)
     answer = read_answer(COMPLETIONS, got)
     assert (answer.error, answer.usage, len(answer.finishes), answer.ended) == (None, None, 3, True)
 
@@ -364,9 +362,8 @@ def leaves_at(cluster: FakeCluster, at: int) -> None:
     cluster.decodes[0].respond = watched  # type: ignore[method-assign]
 
 
-async def test_hidden_reasoning_notices_that_its_node_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hidden_reasoning_notices_that_its_node_leaves() -> None:
     """Nothing of what its node sends reaches the client: the next record asks for a decision."""
-    monkeypatch.setattr(FakeNode, "can_wait", False)
     cluster = FakeCluster(journaling=2)
     leaves_at(cluster, 1)
     reply, got = await _pieces(cluster, "hidden-reasoning", 1)
@@ -387,8 +384,7 @@ async def test_a_stream_stays_on_a_leaving_node_where_no_other_can_take_it(other
 
 
 @pytest.mark.parametrize("shape", ["plain", "tools"])
-async def test_a_finished_stream_is_not_handed_over(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeNode, "can_wait", False)
+async def test_a_finished_stream_is_not_handed_over(shape: str) -> None:
     cluster = FakeCluster(journaling=2)
     leaves_at(cluster, 7)
     assert seen(await ask(cluster, shape)) == await uncut(shape)
@@ -416,16 +412,6 @@ async def test_a_ticket_of_a_resumed_leg_is_not_taken_for_unread() -> None:
     assert read_answer(CHAT, await ask(cluster, "tools")).error is None
     assert cluster.fabric.pulled == 1, "only the second node had a ticket"
     assert cluster.count("pdproxy_recomputed_total") == 0
-
-
-async def test_rendezvous_works_with_the_route() -> None:
-    cluster = FakeCluster(journaling=2, decodes=2)
-    cluster.decodes[0].fault = OVER
-    assert seen(await ask(cluster, "tools")) == await uncut("tools")
-    first, second = (node.legs()[0].body["kv_transfer_params"] for node in cluster.decodes)
-    assert "pdproxy_wait" in first
-    assert "pdproxy_wait" in second
-    assert cluster.fabric.pulled == 2
 
 
 async def test_the_client_leaves_at_every_await() -> None:

@@ -1,9 +1,8 @@
-"""The spans of a stream that moves, and of legs that go out together."""
+"""The spans of a stream that moves."""
 
 import dataclasses
 from collections.abc import Sequence
 
-import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -12,7 +11,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import Endpoint
-from pdproxy.settings.types import Legs
 from pdproxy.transport.traced import TracedTransport
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.cluster import FakeCluster
@@ -20,9 +18,9 @@ from tests.orchestration.cluster import FakeCluster
 CHAT = {"messages": [{"role": "user", "content": "one two three"}], "max_tokens": 8, "stream": True, "temperature": 0}
 
 
-def traced(tracer: trace.Tracer, legs: Legs, journaling: int = 0) -> FakeCluster:
+def traced(tracer: trace.Tracer) -> FakeCluster:
     """A cluster whose legs have spans."""
-    cluster = FakeCluster(decodes=2, legs=legs, journaling=journaling)
+    cluster = FakeCluster(decodes=2)
     transport = TracedTransport(cluster.transport, tracer)
     cluster.context = dataclasses.replace(cluster.context, tracer=tracer, transport=transport)
     cluster.background_tasks = BackgroundTasks(cluster.context)
@@ -30,12 +28,12 @@ def traced(tracer: trace.Tracer, legs: Legs, journaling: int = 0) -> FakeCluster
     return cluster
 
 
-async def spans_of_chat(legs: Legs, fault: InjectedFault | None, journaling: int = 0) -> Sequence[ReadableSpan]:
+async def spans_of_chat(fault: InjectedFault | None) -> Sequence[ReadableSpan]:
     """Of one chat, in the order in which they ended."""
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
-    cluster = traced(tracer, legs, journaling)
+    cluster = traced(tracer)
     cluster.decodes[0].fault = fault
     with tracer.start_as_current_span("request"):
         got = await cluster.ask(Endpoint.CHAT, CHAT)
@@ -56,12 +54,10 @@ def legs_among(spans: Sequence[ReadableSpan]) -> list[list[object]]:
     return [told(span, "pdproxy.leg", "pdproxy.node", "error.type") for span in legs]
 
 
-@pytest.mark.parametrize("journaling", [0, 2], ids=["continued", "resumed"])
-@pytest.mark.parametrize("legs", Legs)
-async def test_each_leg_of_a_moved_stream_has_a_span_and_the_request_tells_of_all(legs: Legs, journaling: int) -> None:
+async def test_each_leg_of_a_moved_stream_has_a_span_and_the_request_tells_of_all() -> None:
     usage = ("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens", "gen_ai.response.finish_reasons")
-    whole = await spans_of_chat(legs, None, journaling)
-    moved = await spans_of_chat(legs, InjectedFault(FaultKind.RESET, at=3), journaling)
+    whole = await spans_of_chat(None)
+    moved = await spans_of_chat(InjectedFault(FaultKind.RESET, at=3))
     (root,) = (span for span in moved if span.name == "chat tiny" and span.parent is None)
     (unbroken,) = (span for span in whole if span.parent is None)
     assert told(root, *usage) == told(unbroken, *usage)
@@ -70,19 +66,9 @@ async def test_each_leg_of_a_moved_stream_has_a_span_and_the_request_tells_of_al
     assert [leg for leg in found if leg[0] == "decode"] == [["decode", "d0", "reset"], ["decode", "d1", None]]
     assert [(leg, error) for leg, _, error in found if leg != "decode"] == [("prefill", None)] * 2
     (event,) = root.events
-    way = "resumed" if journaling else "continued"
     assert dict(event.attributes or {}) == {
-        "pdproxy.move": way,
+        "pdproxy.move": "resumed",
         "pdproxy.from_node": "d0",
         "pdproxy.to_node": "d1",
     }
-    assert told(root, "pdproxy.moves", "pdproxy.moved", "pdproxy.route") == [1, way, "disaggregated"]
-
-
-async def test_a_delivery_is_a_span_of_its_own_under_the_request() -> None:
-    spans = await spans_of_chat(Legs.TOGETHER, None)
-    (root,) = (span for span in spans if span.parent is None)
-    (delivery,) = (span for span in spans if told(span, "url.path") == ["/v1/pdproxy/tickets"])
-    assert delivery.name == "POST"
-    assert {span.parent.span_id for span in spans if span.parent} == {root.context.span_id if root.context else 0}
-    assert legs_among(spans) == [["prefill", "p0", None], ["decode", "d0", None]]
+    assert told(root, "pdproxy.moves", "pdproxy.moved", "pdproxy.route") == [1, "resumed", "disaggregated"]

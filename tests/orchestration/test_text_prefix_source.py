@@ -30,7 +30,7 @@ async def test_a_completion_is_resumed_where_the_prompt_before_it_ended(form: st
         body = {**prompt_of(words), "max_tokens": 4, "stream": True, "temperature": 0}
         got = await cluster.ask(endpoint, body, name=f"r-{number}")
         assert got.status == 200
-        routes.append(got.headers["x-pdproxy-route"].split(";")[0])
+        routes.append(got.route)
     assert routes == ["disaggregated", "local", "local", "local", "local"]
     assert len(cluster.legs_on()) == 1
     await cluster.settle()

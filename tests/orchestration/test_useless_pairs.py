@@ -13,7 +13,6 @@ from pdproxy.nodes.node import Node
 from pdproxy.nodes.proof import NothingCompared, ProofResult, Prover
 from pdproxy.observe.labels import Proof
 from pdproxy.request import Endpoint
-from pdproxy.settings.types import Legs
 from tests.nodes.fake_pool import settle
 from tests.orchestration.cluster import FakeCluster
 from tests.orchestration.prompts import WORDS, body_for, right
@@ -51,9 +50,7 @@ async def ask(cluster: FakeCluster, times: int, *, stream: bool, **more: Any) ->
     routes = []
     for number in range(times):
         body = body_for(CHAT, stream=stream, messages=[{"role": "user", "content": f"{WORDS} {number}"}], **more)
-        routes.append(
-            (await cluster.ask(CHAT, body, name=f"r-{number}-{cluster.clock.now()}")).headers["x-pdproxy-route"]
-        )
+        routes.append((await cluster.ask(CHAT, body, name=f"r-{number}-{cluster.clock.now()}")).route)
     return routes
 
 
@@ -67,7 +64,7 @@ async def second(cluster: FakeCluster, times: int = 1) -> None:
 @pytest.mark.parametrize("compares", [True, False])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_it_is_barred_tested_tried_and_used_again_once_it_is_mended(stream: bool, compares: bool) -> None:
-    cluster = FakeCluster(prefills=1, decodes=1, legs=Legs.IN_TURN)
+    cluster = FakeCluster(prefills=1, decodes=1)
     async with proving(cluster, compares=compares) as test:
         cluster.fabric.deaf = True
         assert set(await ask(cluster, 50, stream=stream)) == {"disaggregated"}

@@ -1,4 +1,4 @@
-"""Plans by what is cached: `prefix` and `hybrid`."""
+"""Plans by what is cached: the policy `cache`."""
 
 import collections
 from collections.abc import Mapping
@@ -9,18 +9,15 @@ from hypothesis import strategies as st
 
 from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, Role, Snapshot, State
 from pdproxy.observe.labels import RouteReason
-from pdproxy.planning.cache_aware import best_allowed_pair
+from pdproxy.planning.cache_aware import CacheAware, best_allowed_pair
 from pdproxy.planning.cost import NO_HIT, Quote
 from pdproxy.planning.plan import PlanPolicy, choose, plan
 from pdproxy.planning.plan_types import Plan, PlanInput
-from pdproxy.planning.policies import policy_named
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.rates import Rates, Work
 from pdproxy.request import LocalReason
-from pdproxy.settings.types import Routing
 
-HYBRID = PlanPolicy(routing=policy_named(Routing.HYBRID))
-PREFIX = PlanPolicy(routing=policy_named(Routing.PREFIX))
+BY_CACHE = PlanPolicy(CacheAware())
 TOKENS = 4000
 NO_BARS = Bars()
 
@@ -37,7 +34,7 @@ def view(name: str, queued: int | tuple[int, ...] = 0, state: State = State.UP, 
 def make(
     *views: NodeView,
     hits: Mapping[str, tuple[int, int]] | None = None,
-    policy: PlanPolicy = HYBRID,
+    policy: PlanPolicy = BY_CACHE,
     turn: int = 0,
     bars: Bars = NO_BARS,
     tokens: int = TOKENS,
@@ -64,10 +61,9 @@ def reason(made: Plan) -> RouteReason:
 PAIRS = (view("p1"), view("p2"), view("d1"), view("d2"))
 
 
-@pytest.mark.parametrize("policy", [HYBRID, PREFIX])
 @pytest.mark.parametrize("turn", [0, 1])
-def test_a_prompt_goes_where_it_is_cached(policy: PlanPolicy, turn: int) -> None:
-    made = make(*PAIRS, hits={"p2": (3584, 3584), "d1": (3584, 0)}, policy=policy, turn=turn)
+def test_a_prompt_goes_where_it_is_cached(turn: int) -> None:
+    made = make(*PAIRS, hits={"p2": (3584, 3584), "d1": (3584, 0)}, turn=turn)
     assert names(made) == ("p2", "d1") if turn == 0 else ("p2", made.decode.name)
     assert reason(made) is RouteReason.CACHED
     assert made.decision is not None
@@ -75,8 +71,6 @@ def test_a_prompt_goes_where_it_is_cached(policy: PlanPolicy, turn: int) -> None
 
 
 def test_attention_without_a_state_is_no_use_to_a_hybrid_prefill_node() -> None:
-    hits = {"p1": (3584, 0), "p2": (1024, 1024)}
-    assert names(make(*PAIRS, hits=hits, policy=PREFIX))[0] == "p1"
     made = make(view("p1"), view("p2"), view("d1"), hits={"p1": (1280, 0), "p2": (1024, 1024)})
     assert names(made)[0] == "p2"
 
@@ -101,15 +95,12 @@ def test_a_shared_prefix_stays_until_the_queue_costs_more_than_a_second_copy_com
     hits = {"p1": (1280, 1280)}
     where = [names(make(view("p1", queued), view("p2"), view("d1"), hits=hits))[0] for queued in (1200, 2300, 3200)]
     assert where == ["p1", "p1", "p2"]
-    made = make(view("p1", 2300), view("p2"), view("d1"), hits=hits, policy=PREFIX)
-    assert names(made)[0] == "p2", "attention alone needs no second meeting"
 
 
 def test_without_states_a_copy_costs_no_second_computing() -> None:
     dense = Capacity(100_000, None, 10, Binding.ATTENTION)
     views = (view("p1", 2300, capacity=dense), view("p2", capacity=dense), view("d1", capacity=dense))
-    for policy in (HYBRID, PREFIX):
-        assert names(make(*views, hits={"p1": (1280, 1280)}, policy=policy))[0] == "p2"
+    assert names(make(*views, hits={"p1": (1280, 1280)}))[0] == "p2"
 
 
 def test_the_second_meeting_of_a_prefix_is_where_the_first_was() -> None:
@@ -146,13 +137,10 @@ def busy(**shares: float) -> Rates:
 SYSTEM = {"p1": (1280, 1280), "p2": (1280, 1280)}
 
 
-@pytest.mark.parametrize("policy", [HYBRID, PREFIX])
-def test_of_two_places_that_have_a_system_prompt_the_one_that_is_less_busy_gets_a_conversation(
-    policy: PlanPolicy,
-) -> None:
+def test_of_two_places_that_have_a_system_prompt_the_one_that_is_less_busy_gets_a_conversation() -> None:
     views = (view("p1"), view("p2", 4000), view("d1"))
-    assert names(make(*views, hits=SYSTEM, policy=policy))[0] == "p1"
-    assert names(make(*views, hits=SYSTEM, policy=policy, rates=busy(p1=0.6, p2=0.1)))[0] == "p2"
+    assert names(make(*views, hits=SYSTEM))[0] == "p1"
+    assert names(make(*views, hits=SYSTEM, rates=busy(p1=0.6, p2=0.1)))[0] == "p2"
 
 
 def test_a_conversation_does_not_leave_its_place_for_being_busy_there_itself() -> None:
@@ -195,14 +183,11 @@ def test_weight_and_slow_start_count() -> None:
     assert names(make(view("p1", 4000, weight=4.0), view("p2"), view("d1"), hits={}))[0] == "p1"
 
 
-@pytest.mark.parametrize("policy", [HYBRID, PREFIX])
-def test_nodes_that_may_not_take_it_are_no_hits(policy: PlanPolicy) -> None:
+def test_nodes_that_may_not_take_it_are_no_hits() -> None:
     hits = {"p1": (3584, 3584), "d1": (3584, 3584), "gone": (3584, 3584), "p1/9": (3584, 3584)}
-    down = make(
-        view("p1", 0, State.DOWN), view("p2"), view("d1", 0, State.DRAINING), view("d2"), hits=hits, policy=policy
-    )
+    down = make(view("p1", 0, State.DOWN), view("p2"), view("d1", 0, State.DRAINING), view("d2"), hits=hits)
     assert names(down) == ("p2", "d2")
-    assert names(make(*PAIRS, hits=hits, policy=policy, excluded=frozenset({"p1", "d1"}))) == ("p2", "d2")
+    assert names(make(*PAIRS, hits=hits, excluded=frozenset({"p1", "d1"}))) == ("p2", "d2")
 
 
 def test_a_barred_pair_is_not_planned() -> None:
@@ -296,14 +281,14 @@ def test_a_node_that_has_nothing_is_compared_where_it_is_quick_or_heavy_enough(w
         rates.took(Work.PREFILL, "p1", 2000, 1.6)
         rates.took(Work.PREFILL, "p2", 2000, 0.05)
     views = (view("p1"), view("p2", weight=weight), view("d1"))
-    assert names(make(*views, hits={"p1": (2560, 2560)}, policy=PREFIX, rates=rates))[0] == "p2"
+    assert names(make(*views, hits={"p1": (1280, 1280)}, rates=rates))[0] == "p2"
 
 
 def test_streams_are_not_held_up_for_longer_than_the_budget_whatever_it_saves() -> None:
     views = (view("p1", 50_000), view("d1"))
     hits = {"d1": (2000, 2000)}
     assert make(*views, hits=hits).prefill is not None
-    patient = PlanPolicy(routing=policy_named(Routing.HYBRID, 0.3))
+    patient = PlanPolicy(CacheAware(0.3))
     assert make(*views, hits=hits, policy=patient).local is LocalReason.CACHED
 
 
@@ -322,13 +307,11 @@ def test_a_rank_that_is_no_longer_there_is_no_hit() -> None:
 def test_a_place_that_has_a_little_pays_for_the_rest_of_a_copy_too() -> None:
     hits = {"p1": (2560, 2560), "p2": (256, 256)}
     assert names(make(view("p1", 4000), view("p2"), view("d1"), hits=hits))[0] == "p1"
-    assert names(make(view("p1", 4000), view("p2"), view("d1"), hits=hits, policy=PREFIX))[0] == "p2"
 
 
-def test_without_a_budget_or_by_attention_alone_nothing_is_computed_on_decode_nodes() -> None:
-    never = PlanPolicy(routing=policy_named(Routing.HYBRID, 0.0))
+def test_without_a_budget_nothing_is_computed_on_decode_nodes() -> None:
+    never = PlanPolicy(CacheAware(0.0))
     assert make(*PAIRS, hits=RESUMING, policy=never).prefill is not None
-    assert make(*PAIRS, hits=RESUMING, policy=PREFIX).prefill is not None
 
 
 def test_a_decode_node_whose_cache_is_full_gets_less() -> None:
@@ -377,7 +360,7 @@ def test_one_hot_prefix_loads_no_node_much_more_than_the_mean() -> None:
 def test_one_node_is_chosen_by_what_it_will_do() -> None:
     prefix = PromptHits(TOKENS, HitSource.EVENTS, {Place("d1"): Hit(3584, 3584), Place("p1"): Hit(3584, 3584)})
     snapshot, needs = Snapshot(PAIRS), PlanInput("m", prefix=prefix)
-    assert [choose(snapshot, role, needs, HYBRID, 1).name for role in Role] == ["p1", "d1"]
+    assert [choose(snapshot, role, needs, BY_CACHE, 1).name for role in Role] == ["p1", "d1"]
 
 
 @given(

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
-from pdproxy.planning.plan import PlanPolicy, choose, plan
+from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, choose, plan
 from pdproxy.planning.plan_types import NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
 from pdproxy.request import LocalReason
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 
-POLICY = PlanPolicy()
-FAIL = PlanPolicy(OnPrefillFailure.FAIL)
-LAST_RESORT = PlanPolicy(on_no_decode=OnNoDecode.PREFILL)
+POLICY = PlanPolicy(LEAST_LOADED)
+FAIL = PlanPolicy(LEAST_LOADED, OnPrefillFailure.FAIL)
+LAST_RESORT = PlanPolicy(LEAST_LOADED, on_no_decode=OnNoDecode.PREFILL)
 NEEDS = PlanInput("tiny")
 NO_BARS = Bars()
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_disaggregated_is_planned_locally() -> None:
 
 
 def test_a_short_prompt_is_planned_locally() -> None:
-    policy = PlanPolicy(local_below_tokens=100)
+    policy = PlanPolicy(LEAST_LOADED, local_below_tokens=100)
     assert make(view("p1"), view("d1"), needs=PlanInput("tiny", prompt_tokens=99), policy=policy).prefill is None
     assert make(view("p1"), view("d1"), needs=PlanInput("tiny", prompt_tokens=100), policy=policy).prefill is not None
     assert make(view("p1"), view("d1"), needs=PlanInput("tiny"), policy=policy).prefill is not None

@@ -1,7 +1,6 @@
 """What a plan costs does not grow with the nodes, but for the interpreter's own loops; and it stays the same plan."""
 
 import math
-import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, Role, Snapshot, State
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
 from pdproxy.planning.cache_aware import CacheAware, Market
-from pdproxy.planning.cost import COPY_SHARE, Price
-from pdproxy.planning.plan import Candidates, PlanPolicy
+from pdproxy.planning.cost import Price
+from pdproxy.planning.plan import LEAST_LOADED, Candidates, PlanPolicy
 from pdproxy.planning.plan_types import PlanInput
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.rates import Rates, Work
@@ -41,7 +40,7 @@ def calls(step: Callable[[], None]) -> int:
 
 
 def calls_of_a_plan(nodes: int) -> int:
-    steps: Iterator[None] = requests(pool_of(nodes), PlanPolicy(), lambda _: PlanInput("m"))
+    steps: Iterator[None] = requests(pool_of(nodes), PlanPolicy(LEAST_LOADED), lambda _: PlanInput("m"))
     for _ in range(3 * nodes):
         next(steps)
     return calls(lambda: next(steps))
@@ -124,8 +123,7 @@ def markets(draw: st.DrawFn) -> Market:
     cached = draw(st.dictionaries(names, st.integers(1, tokens), max_size=4))
     hits = {Place(name): Hit(part, draw(st.integers(0, part))) for name, part in cached.items()}
     needs = PlanInput("m", prefix=PromptHits(tokens, HitSource.EVENTS, hits), rates=rates)
-    policy = CacheAware(operator.attrgetter("resume"), draw(st.sampled_from([0.0, COPY_SHARE])))
-    return Market(policy, Candidates(Snapshot(tuple(views)), needs))
+    return Market(CacheAware(), Candidates(Snapshot(tuple(views)), needs))
 
 
 @settings(max_examples=200)  # few of them have nodes that cost nearly the same

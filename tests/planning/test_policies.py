@@ -1,21 +1,15 @@
-"""Every policy makes allowed plans, and makes one where there is one; and what `round-robin` does."""
+"""Every policy makes allowed plans, and makes one where there is one."""
 
-import collections
 import contextlib
-from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput
-from pdproxy.planning.policies import RoundRobin, policy_named
+from pdproxy.planning.policies import policy_named
 from pdproxy.settings.types import Routing
-
-POLICIES = st.sampled_from(Routing).map(policy_named)
-ROUND_ROBIN = PlanPolicy(routing=RoundRobin())
 
 
 def view(name: str, active: int = 0, state: State = State.UP, **more: object) -> NodeView:
@@ -58,8 +52,8 @@ def test_a_plan_is_allowed_and_there_is_one_wherever_there_is_one_by_load(
     views: list[NodeView], bars: Bars, needs: PlanInput, turn: int, routing: Routing
 ) -> None:
     snapshot = Snapshot(tuple(views), bars)
-    made = planned(snapshot, needs, PlanPolicy(routing=policy_named(routing)), turn)
-    by_load = planned(snapshot, needs, PlanPolicy(routing=LEAST_LOADED), turn)
+    made = planned(snapshot, needs, PlanPolicy(policy_named(routing)), turn)
+    by_load = planned(snapshot, needs, PlanPolicy(LEAST_LOADED), turn)
     if made is None or by_load is None:
         assert made is by_load
         return
@@ -79,7 +73,7 @@ def test_one_node_is_open_and_found_wherever_there_is_one(
     open_nodes = {each.node.name for each in views if each.takes_requests() and each.node.role is role} - needs.excluded
     found = None
     with contextlib.suppress(NoNode):
-        found = choose(Snapshot(tuple(views), bars), role, needs, PlanPolicy(routing=policy_named(routing)), 3).name
+        found = choose(Snapshot(tuple(views), bars), role, needs, PlanPolicy(policy_named(routing)), 3).name
     assert (found in open_nodes) if open_nodes else found is None
 
 
@@ -87,32 +81,3 @@ def planned(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int)
     with contextlib.suppress(NoNode):
         return plan(snapshot, needs, policy, turn)
     return None
-
-
-def turns(views: Sequence[NodeView], count: int, bars: Bars | None = None) -> list[tuple[str | None, str]]:
-    made = [plan(Snapshot(tuple(views), bars or Bars()), PlanInput("m"), ROUND_ROBIN, turn) for turn in range(count)]
-    return [(each.prefill.name if each.prefill else None, each.decode.name) for each in made]
-
-
-def test_each_node_is_used_in_its_turn_whatever_runs_on_it() -> None:
-    views = [view("p0", 9), view("p1"), view("d0"), view("d1", 5), view("d2")]
-    assert [prefill for prefill, _ in turns(views, 4)] == ["p0", "p1", "p0", "p1"]
-    assert [decode for _, decode in turns(views, 6)] == ["d0", "d1", "d2"] * 2
-
-
-def test_turns_are_taken_by_weight() -> None:
-    views = [view("p0", weight=3.0), view("p1"), view("d0")]
-    got = collections.Counter(prefill for prefill, _ in turns(views, 400))
-    assert got["p0"] == pytest.approx(300, abs=4)
-
-
-def test_turns_are_taken_among_the_nodes_that_exchange_tickets() -> None:
-    views = [view("p0", cohort="a"), view("p1", cohort="b"), view("d0", cohort="b"), view("d1", cohort="b")]
-    assert turns(views, 4) == [("p1", "d0"), ("p1", "d1")] * 2
-    barred = Bars({("p1", "d0"): ""})
-    assert set(turns(views, 4, barred)) == {("p1", "d1")}
-
-
-def test_a_barred_pair_takes_no_turn() -> None:
-    views = [view("p0"), view("p1"), view("d0"), view("d1")]
-    assert turns(views, 4, Bars({("p0", "d0"): ""})) == [("p0", "d1"), ("p1", "d1")] * 2

@@ -15,7 +15,7 @@ from pdproxy.planning.plan import PlanPolicy, choose, plan
 from pdproxy.planning.plan_types import Plan, PlanInput
 from pdproxy.planning.session import MOST_OF_MEAN, SPARE, Session
 
-POLICY = PlanPolicy(routing=Session())
+POLICY = PlanPolicy(Session())
 KEYS = [hash64(f"conversation {number}") for number in range(3000)]
 OWN = (Affinity.OWN, Affinity.OWN)
 

@@ -226,3 +226,13 @@ async def test_a_server_ends_after_what_outlived_its_grace_has_said_so() -> None
         assert not server.server_state.connections
         assert (await reader.read()).endswith(b"ended\r\n0\r\n\r\n")
         writer.close()
+
+
+async def test_a_connection_that_comes_while_the_server_ends_is_closed() -> None:
+    async with running(ConnectionLimits(2000, SOON, SOON), echo) as (server, port), asyncio.timeout(SOON):
+        server.should_exit = True
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post("content-length: 0"))
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()

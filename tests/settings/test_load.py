@@ -142,6 +142,15 @@ def test_faults_in_the_environment_are_named(environment: dict[str, str], messag
     assert complaint(environment=environment) == message
 
 
+@pytest.mark.parametrize(
+    ("former", "instead"), [("hybrid", "cache"), ("Prefix", "cache"), ("round-robin", "least-loaded")]
+)
+def test_a_policy_of_an_earlier_release_is_refused_with_what_to_write_instead(former: str, instead: str) -> None:
+    assert complaint(environment={"PDPROXY_POLICY_ROUTING": former}) == (
+        f"PDPROXY_POLICY_ROUTING: policy.routing is {former!r}: there is no such policy any more. Write {instead}."
+    )
+
+
 def test_foreign_variables_are_ignored() -> None:
     others = {
         "PDPROXY_SERVICE_HOST": "10.0.0.1",
@@ -181,7 +190,8 @@ def test_foreign_variables_are_ignored() -> None:
         ("nodes: [{url: 'http://a:99999', role: decode}]", "url must be an address such as http://10.0.0.1:8000, not"),
         ("limits: {body_bytes: 2MiB, held_bytes: 1MiB}", "limits.held_bytes (1048576) is less than limits.body_bytes"),
         ("listen: {port: 1, admin_port: 1}", "listen.port and listen.admin_port are both 1"),
-        ("listen: {metrics: both, workers: 2}", "would show the metrics of one worker as if they were all"),
+        ("listen: {metrics: both, reuse_port: on}", "a scrape of the clients' port would reach one of the proxies"),
+        ("listen: {port: 0, reuse_port: on}", "each proxy would pick a port of its own"),
         ("listen: {metrics: clients}", "listen.metrics must be one of operators, both, not 'clients'."),
         ("listen: {admin_names: ['a:1']}", "listen.admin_names must be a list of names such as x.example, not"),
         ("listen: {admin_names: 'http://a'}", "listen.admin_names must be a list of names such as"),

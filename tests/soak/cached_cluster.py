@@ -25,12 +25,10 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.prefix_source import CombinedSource
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
-from pdproxy.planning.policies import policy_named
 from pdproxy.planning.prefix_index import PrefixIndex
 from pdproxy.planning.rates import Rates
 from pdproxy.planning.renderings import Renderings
 from pdproxy.planning.text_index import TextIndex
-from pdproxy.settings.types import Routing
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
 from tests.orchestration.loopback_cluster import LoopbackCluster, until
@@ -81,7 +79,7 @@ class CachedCluster(LoopbackCluster):
         return CountingMetrics(self)
 
     def make_context(self, config: OrchestrationConfig) -> OrchestrationContext:
-        """With all that `app.build` makes for the policy `hybrid`."""
+        """With all that `app.build` makes for the policy `cache`."""
         metrics = self.metrics
         self.caches = PlaceCaches(self.clock, metrics.events)
         token_ids = TokenIds(self.transport, self.clock, metrics.events, TOKEN_IDS_SECONDS)
@@ -176,7 +174,6 @@ class CachedCluster(LoopbackCluster):
 async def cached_cluster(config: OrchestrationConfig) -> AsyncIterator[CachedCluster]:
     """Three prefill and three decode nodes; they stop when the block ends."""
     fabric, rumours, dice = FakeKvTransfer(), Rumours(), random.Random(4)
-    config = dataclasses.replace(config, routing_policy=policy_named(Routing.HYBRID))
     async with contextlib.AsyncExitStack() as stack:
         nodes = dict[LoopbackNode, CachingNode]()
         for name in ("p0", "p1", "p2", "d0", "d1", "d2"):

@@ -40,7 +40,6 @@ SETTINGS: dict[str, Any] = {
     "health": {"interval": 0.5, "timeout": 2.0, "failures": 2, "cool_down": 1.0, "slow_start": 0.0},
     "deadlines": {"connect": 2.0, "prefill_headers": 5.0, "decode_headers": 5.0, "stall": 5.0, "request": PATIENT},
     "limits": {"concurrency": 24, "queue": 16},
-    "policy": {"routing": "hybrid"},
 }
 
 

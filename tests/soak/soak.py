@@ -29,7 +29,6 @@ from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import SubRequest
-from pdproxy.settings.types import Legs
 from tests.fakes.reading import follow
 from tests.orchestration.loopback_cluster import LoopbackCluster, loopback_cluster
 from tests.soak.asking import PATIENT, Asking, asking, words
@@ -43,14 +42,13 @@ from tests.soak.trouble import hold_up, kill
 WORKERS = 16
 SAMPLES = 30
 REMEMBERED = 4.0
-"""Seconds for which fakes remember at least what was released, and who waits no longer: legs and tickets come late."""
+"""Seconds for which fakes remember at least what was released: legs come late."""
 TERMS = OrchestrationConfig(
     connect=5.0,
     prefill_headers=1.0,
     decode_headers=1.0,
     stall=1.0,
     release=60.0,
-    legs=Legs.TOGETHER,
     queue=QueueLimits(concurrency=12, queue=1000, queue_seconds=PATIENT),
 )
 """Short deadlines: a slow machine may pass them, which costs a retry and nothing else. Fewer run at once than there are
@@ -154,7 +152,6 @@ def _forget(cluster: LoopbackCluster) -> None:
     cluster.fabric.forget()
     for node in cluster.nodes:
         node.node.seen.clear()
-        node.node.waiting.forget()
 
 
 def _resident() -> float:

@@ -1,7 +1,6 @@
 """What happens to the nodes of a soak, until it is cancelled."""
 
 import asyncio
-import dataclasses
 import random
 
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -33,13 +32,9 @@ async def kill(cluster: LoopbackCluster, dice: random.Random, tally: Tally, *, p
         node = dice.choice(cluster.nodes)
         if dice.random() < 0.5:
             ill = InjectedFault(
-                dice.choice(FAULT_KINDS), at=dice.randint(-1, 6), status=dice.choice((404, 429, 500, 503)), times=1
+                dice.choice(FAULT_KINDS), at=dice.randint(-1, 6), status=dice.choice((429, 500, 503)), times=1
             )
-            node.node.waiting.most = dice.choice((0, 1024, 1024, 1024))
-            if dice.random() < 0.3:
-                node.node.delivery_fault = ill
-            else:
-                node.node.fault = dataclasses.replace(ill, status=max(ill.status, 429))
+            node.node.fault = ill
         else:
             tally.kills += 1
             await _restart(node, dice.uniform(0.01, 0.3))

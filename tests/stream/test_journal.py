@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.request import Endpoint, LegForm, NotContinuableReason, Shape, StreamRoute
+from pdproxy.request import Endpoint, NotContinuableReason, Shape
 from pdproxy.stream.journal import Batch, Journal, RecordSplitter
 from pdproxy.stream.sse import EVENT_BYTES, Event, SseParser
 from pdproxy.stream.transcript import Transcript
@@ -120,7 +120,6 @@ def test_keep_alives_are_no_events() -> None:
     assert journal.reason is None
 
 
-JOURNALED = LegForm(StreamRoute.JOURNALED)
 FAST = (event("a"), event('é "quoted": { \\'))
 SLOW = (
     event("a") + event("b"),
@@ -139,7 +138,6 @@ SLOW = (
 
 def started(endpoint: Endpoint) -> Transcript:
     transcript = Transcript(endpoint, Shape(1, stream=True))
-    transcript.begin_leg(JOURNALED)
     (first,) = SseParser().feed(event("x", "" if endpoint is Endpoint.COMPLETIONS else "some"))
     transcript.take(first)
     return transcript
@@ -181,7 +179,6 @@ def test_of_named_events_the_name_tells(endpoint: Endpoint, name: str, fast: boo
 
 def test_what_did_not_reach_the_client_is_forgotten() -> None:
     transcript = Transcript(Endpoint.COMPLETIONS, Shape(1, stream=True))
-    transcript.begin_leg(JOURNALED)
     before = transcript.checkpoint()
     for each in SseParser().feed(event("a").replace(b"null", b'"stop"') + b"data: [DONE]\n\n"):
         transcript.take(Event(*each))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pdproxy.request import Endpoint
-from pdproxy.stream.chunks import rewrite_answer, rewrite_event, without_ids
+from pdproxy.stream.chunks import rewrite_answer, rewrite_event
 from tests.stream.engine import events
 
 TICKET = {"remote_host": "10.0.0.1"}
@@ -84,20 +84,3 @@ def test_streamed_usage_of_named_events() -> None:
     (event,) = events(raw)
     (seen,) = events(rewrite_event(Endpoint.RESPONSES, event, event.data or b"", 5))
     assert json.loads(seen.data or b"")["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 5}
-
-
-@pytest.mark.parametrize(
-    ("event", "expected"),
-    [
-        (b'{"token_ids":[1,2]}', b'{"token_ids":null}'),
-        (b'{"prompt_token_ids":[7],"token_ids": [ 1, 2 ],"x":1}', b'{"prompt_token_ids":null,"token_ids":null,"x":1}'),
-        (b'{"token_ids":[],"text":"a"}', b'{"token_ids":null,"text":"a"}'),
-        (b'{"token_ids":null}', b'{"token_ids":null}'),
-        (b'{"token_ids":["a"]}', b'{"token_ids":["a"]}'),
-        (b'{"my_token_ids":[1]}', b'{"my_token_ids":[1]}'),
-        (b'{"text":"\\"token_ids\\":[1]"}', b'{"text":"\\"token_ids\\":[1]"}'),
-        (b'{"text":"a"}', b'{"text":"a"}'),
-    ],
-)
-def test_token_ids_are_taken_out_of_an_event(event: bytes, expected: bytes) -> None:
-    assert without_ids(event) == expected

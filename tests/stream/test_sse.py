@@ -4,6 +4,7 @@ import pytest
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.stream import sse
+from pdproxy.stream.chunks import short_event_of
 from pdproxy.stream.sse import Event, SseParser
 
 BODIES = [
@@ -34,6 +35,11 @@ def test_fields_are_read() -> None:
     assert comment == Event(b": hi\n\n")
     assert (ping.name, ping.data) == (b"ping", b"x\ny")
     assert (plain.name, plain.data) == (b"", b"z")
+
+
+def test_each_event_is_read_alone_or_beside_others() -> None:
+    parser, event = SseParser(short_event_of), b'data: {"a": 1}\n\n'
+    assert [each.data for piece in (event, event + event) for each in parser.feed(piece)] == [b'{"a":1}'] * 3
 
 
 def test_an_unfinished_event_is_kept() -> None:

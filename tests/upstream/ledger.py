@@ -1,4 +1,7 @@
-"""The tests of vLLM's that fail with our classes, each for a reason, and what a run says against that list. Pure."""
+"""The tests of vLLM's own that fail here, each for a reason, and what a run says against that list. Pure.
+
+Both runs have such a list: that with our classes (`ledger.toml`), and that through the proxy (`entrypoints.toml`).
+"""
 
 import tomllib
 from collections.abc import Mapping
@@ -7,10 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """`differences`: test → why it fails with our classes. `left_out`: test → what it wants that is not there."""
+    """`differences`: test → why it fails here. `left_out`: test → what it wants that is not there.
+
+    `page`: the sentences for users, for the page "What differs from vLLM".
+    """
 
     differences: Mapping[str, str]
     left_out: Mapping[str, str]
+    page: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +36,21 @@ class Verdict:
         """Whether nothing happened that has no reason."""
         return not self.new
 
+    @property
+    def exact(self) -> bool:
+        """Whether, besides, each reason is still one."""
+        return not (self.new or self.mended or self.gone)
+
 
 def read(text: str) -> Ledger:
-    """Out of TOML: `[[differences]]` and `[[left_out]]`, each with a `reason` and its `tests`.
+    """Out of TOML: `[[differences]]` and `[[left_out]]`, each with a `reason` and its `tests`, some with a `page`.
 
     Raises ValueError for a test that stands there twice, or without a reason.
     """
     raw = tomllib.loads(text)
-    return Ledger(_reasons(raw.get("differences", [])), _reasons(raw.get("left_out", [])))
+    differences = raw.get("differences", [])
+    page = tuple(" ".join(part["page"].split()) for part in differences if "page" in part)
+    return Ledger(_reasons(differences), _reasons(raw.get("left_out", [])), page)
 
 
 def _reasons(parts: list[dict[str, object]]) -> dict[str, str]:

@@ -7,33 +7,38 @@ It runs in a process where `tests` is vLLM's package, so that it is loaded by it
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+STARTS = "RemoteOpenAIServer("
+"""What a test or a fixture says that starts a server."""
+
 
 class Outcomes:
-    """Test id → passed, failed or skipped; an error in a fixture is a failure."""
+    """Test id → passed, failed or skipped, and the error, cut; an error in a fixture is a failure."""
 
     def __init__(self) -> None:
-        self._by_test: dict[str, str] = {}
+        self._by_test: dict[str, tuple[str, str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            path, _, test = report.nodeid.partition("::")
-            self._by_test[f"{Path(path).parent.name}/{Path(path).name}::{test}"] = report.outcome
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = " ".join(crash.message.split())[:400] if crash else ""
+            self._by_test[report.nodeid] = report.outcome, why
 
     def pytest_sessionfinish(self) -> None:
         Path(os.environ["UPSTREAM_OUTCOMES"]).write_text(json.dumps(self._by_test, indent=0), encoding="utf-8")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Before any test module is imported."""
-    config.pluginmanager.register(Outcomes(), "upstream_outcomes")
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Before anything of the tests is imported, fixtures in a `conftest.py` included."""
+    early_config.pluginmanager.register(Outcomes(), "upstream_outcomes")
     utils = importlib.import_module("tests.utils")
     utils.RemoteOpenAIServer = _running(utils.RemoteOpenAIServer)  # type: ignore[attr-defined]
     hub = importlib.import_module("huggingface_hub")
@@ -44,10 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Only what asks a server: the other tests are of vLLM's own classes."""
-    items[:] = [item for item in items if any(_SERVED.search(name) for name in getattr(item, "fixturenames", ()))]
+    items[:] = [item for item in items if isinstance(item, pytest.Function) and _asks_a_server(item)]
 
 
-_SERVED = re.compile("server|client")
+def _asks_a_server(item: pytest.Function) -> bool:
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    code: list[Callable[..., Any]] = [item.function, *(made.func for each in fixtures for made in each)]
+    return any(STARTS in inspect.getsource(each) for each in code if inspect.isfunction(each))
 
 
 def _any_folder(*_: object, **__: object) -> str:

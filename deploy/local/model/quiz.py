@@ -1,5 +1,7 @@
 """Seeded questions with one right answer each, for the tiny model: a long list of names and numbers, then one name.
 
+It needs neither torch nor a tokenizer: what asks nodes imports it.
+
 A list line is `name 482\n`, five tokens. `? name =` asks for that name's number; the model answers ` 482` (with the
 space) and ends. `> name =` asks it to go on from that name to the end of the list, line by line; it answers
 ` 482\nnext 193\n…last 777\n` and ends.
@@ -9,8 +11,23 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from deploy.local.model.vocabulary import ASK, CUE, NAMES, RECITE
-
+VOCABULARY = 1024
+"""Tokens that the model can say."""
+PAD, END, SYSTEM, USER = SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>")
+ASK, RECITE = MARKS = ("? ", "> ")
+"""The two kinds of question. Each is one token that ends in its space: the name after it is the name of the list."""
+CUE = " ="
+"""The end of a question. The model then knows the name from its layers' state alone, not from the last token."""
+BEGINNINGS = (
+    *("al", "an", "ar", "bel", "ben", "bor", "cal", "cor", "dal", "dor", "el", "far", "fen", "gar", "hal"),
+    *("jar", "jor", "kel", "lan", "mar", "mel", "nor", "or", "per", "ros", "sal", "tor", "val"),
+)
+ENDINGS = (
+    *("ba", "bert", "da", "do", "dric", "fa", "ga", "go", "ko", "len", "lia", "lo", "mi"),
+    *("mo", "na", "nda", "ne", "nia", "no", "phin", "ric", "ro", "si", "ta", "vin"),
+)
+NAMES: tuple[str, ...] = tuple(beginning + ending for beginning in BEGINNINGS for ending in ENDINGS)
+"""700 names in lower case, all different. Each is one token."""
 TOKENS_PER_LINE = 5
 QUESTION_TOKENS = 3
 MOST_LINES = 430

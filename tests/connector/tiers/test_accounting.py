@@ -122,7 +122,6 @@ def test_an_idle_engine_steps_once_to_export_its_capacity(node: Several) -> None
         "capacity_tokens",
         "capacity_sequences",
         "capacity_binding",
-        "waiting_requests",
         "hashing",
     }
     assert not node.scheduler.has_requests()

@@ -15,6 +15,7 @@ from deploy.local.bootstrap import (
     fastest,
     locked_command,
     loop_time,
+    make_pinned,
     pythons_on,
     run_first_that_works,
     torch_commands,
@@ -153,3 +154,17 @@ def test_the_locks_pin_everything_exactly_once_and_leave_cuda_builds_out() -> No
     assert len(set(names)) == len(names)
     assert not {"torchvision", "torchaudio", "torchcodec"} & set(names)
     assert "torch==2.13.0+cpu" in pins
+
+
+def test_an_environment_of_pins_is_made_when_they_change_and_when_it_was_not_finished(plan: Plan) -> None:
+    pins, installed = plan.root / "pins.txt", plan.root / "installed"
+    pins.write_text("one==1\n", encoding="utf-8")
+    plan.python.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    plan.python.chmod(0o755)
+    with pytest.raises(BootstrapError):
+        make_pinned(plan, pins)
+    plan.python.write_text(f'#!/bin/sh\necho "$@" >> {installed}\n', encoding="utf-8")
+    for text in ("one==1\n", "one==1\n", "one==2\n", "one==2\n"):
+        pins.write_text(text, encoding="utf-8")
+        make_pinned(plan, pins)
+    assert len(installed.read_text(encoding="utf-8").splitlines()) == 2

@@ -2,9 +2,8 @@
 
 import pytest
 
-from deploy.local.model.quiz import Question, Quiz, quiz, recite
-from deploy.local.model.tokenizer import build
-from deploy.local.model.vocabulary import ASK, CUE, NAMES, RECITE
+from deploy.local.model.quiz import ASK, CUE, NAMES, RECITE, Question, Quiz, quiz, recite
+from deploy.local.model.train import build_tokenizer
 
 
 def number_of(name: str, listing: str) -> str:
@@ -31,7 +30,7 @@ def test_the_answer_stands_in_the_list(seed: int) -> None:
 
 @pytest.mark.parametrize("tokens", [20, 200, 800, 2000])
 def test_a_prompt_has_about_the_tokens_asked_for(tokens: int) -> None:
-    count = len(build().encode(quiz(1, tokens).prompt()).ids)
+    count = len(build_tokenizer().encode(quiz(1, tokens).prompt()).ids)
     assert tokens - 5 < count <= tokens
 
 
@@ -65,7 +64,7 @@ def test_a_recitation_goes_on_to_the_end_of_the_list() -> None:
     prompt, _, name = paper.prompt().partition(RECITE)
     assert prompt.endswith(f"{name.removesuffix(CUE)}{paper.answer}")
     assert paper.answer.count("\n") == 10
-    assert len(build().encode(paper.answer).ids) == 5 * 10 - 1
+    assert len(build_tokenizer().encode(paper.answer).ids) == 5 * 10 - 1
 
 
 @pytest.mark.parametrize("tokens", [0, 12, 3000])

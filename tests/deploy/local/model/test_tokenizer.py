@@ -3,8 +3,8 @@
 import jinja2
 import pytest
 
-from deploy.local.model.tokenizer import CHAT_TEMPLATE, VOCABULARY, build
-from deploy.local.model.vocabulary import NAMES, SPECIAL
+from deploy.local.model.quiz import NAMES, SPECIAL, VOCABULARY
+from deploy.local.model.train import CHAT_TEMPLATE, build_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -17,27 +17,27 @@ from deploy.local.model.vocabulary import NAMES, SPECIAL
     ],
 )
 def test_any_text_comes_back(text: str) -> None:
-    tokenizer = build()
+    tokenizer = build_tokenizer()
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
 def test_a_line_is_five_tokens() -> None:
-    assert build().encode("marlo 482\n").tokens == ["marlo", "Ġ4", "8", "2", "Ċ"]
+    assert build_tokenizer().encode("marlo 482\n").tokens == ["marlo", "Ġ4", "8", "2", "Ċ"]
 
 
 def test_every_name_is_one_token_in_a_list_and_in_a_question() -> None:
-    tokenizer = build()
+    tokenizer = build_tokenizer()
     for name in NAMES:
         assert tokenizer.encode(f"{name} 1").tokens == [name, "Ġ1"]
         assert tokenizer.encode(f"? {name} =").tokens == ["? ", name, "Ġ="]
 
 
 def test_the_vocabulary_fits_the_model() -> None:
-    assert build().get_vocab_size() <= VOCABULARY
+    assert build_tokenizer().get_vocab_size() <= VOCABULARY
 
 
 def test_special_tokens_are_left_out_of_an_answer() -> None:
-    tokenizer = build()
+    tokenizer = build_tokenizer()
     assert tokenizer.decode(tokenizer.encode(" 482<|end|>").ids) == " 482"
     assert [tokenizer.token_to_id(token) for token in SPECIAL] == list(range(len(SPECIAL)))
 

@@ -5,8 +5,8 @@ import json
 from tokenizers import Tokenizer
 
 from deploy.local.model import MODEL_PATH
-from deploy.local.model.tokenizer import CHAT_TEMPLATE, VOCABULARY, build
-from deploy.local.model.vocabulary import END
+from deploy.local.model.quiz import END, VOCABULARY
+from deploy.local.model.train import CHAT_TEMPLATE, build_tokenizer
 
 MOST_BYTES = 5_000_000
 
@@ -30,10 +30,10 @@ def test_the_config_has_three_state_layers_and_one_attention_layer() -> None:
 
 def test_generation_ends_at_the_end_mark() -> None:
     generation = json.loads((MODEL_PATH / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == build().token_to_id(END)
+    assert generation["eos_token_id"] == build_tokenizer().token_to_id(END)
 
 
 def test_tokenizer_and_template_are_the_ones_that_the_code_makes() -> None:
     saved = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
-    assert saved.to_str() == build().to_str()
+    assert saved.to_str() == build_tokenizer().to_str()
     assert (MODEL_PATH / "chat_template.jinja").read_text() == CHAT_TEMPLATE

@@ -1,1 +1,0 @@
-"""``listen.workers`` above 1: processes behind one port that share nothing, and the process that supervises them."""
