@@ -1,4 +1,4 @@
-"""The node's own routes: `POST /v1/pdproxy/streams/…` of decode nodes (`streams`), and `GET /v1/pdproxy/prompts` with
+"""The node's own routes: `POST /v1/pdproxy/streams/…` (`streams`), and `GET /v1/pdproxy/prompts` with
 what only an API server knows of how prompts are made:
 
     200 {"chat_template": DIGEST}    as the part of the fingerprint, of the template that this server uses
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from starlette.datastructures import State
-    from vllm.config import VllmConfig
     from vllm.engine.protocol import EngineClient
 
 log = logging.getLogger("vllm.pdproxy.endpoints")
@@ -57,17 +56,18 @@ class NodeRoutes(EndpointPlugin):
         app.router.routes += [Route(PREFIX + path, self._streams, methods=["POST"]) for path in HANDLERS]
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:  # noqa: ARG002 - vLLM names the arguments
-        """Read the chat template, and serve streams if the engine decodes for others.
+        """Read the chat template, and serve streams if the engine has a KV connector: one that only computes for others
+        is asked, too, where no decode node is left (`policy.on_no_decode`).
 
-        Raises ConfigError, which ends the node, for a decode node whose vLLM is not tested.
+        Raises ConfigError, which ends the node, for a node with a KV connector whose vLLM is not tested.
         """
-        decodes = engine_client is not None and _decodes(engine_client.vllm_config)
+        transfers = engine_client is not None and engine_client.vllm_config.kv_transfer_config is not None
         if engine_client is not None:
-            if decodes:
+            if transfers:
                 require_tested(engine_client.vllm_config.kv_transfer_config.kv_connector_extra_config)
             source = tokenizer_source(engine_client.vllm_config)
             self._chat_template = chat_template_part(source, ChatArguments.of(args))
-        self._streams.secret = _secret(os.environ) if decodes else None
+        self._streams.secret = _secret(os.environ) if transfers else None
 
     async def _prompts(self) -> JSONResponse:
         return JSONResponse({"chat_template": self._chat_template})
@@ -80,8 +80,3 @@ def _secret(environ: Mapping[str, str]) -> bytes | None:
     except ConfigError as error:
         log.warning("This node has no %s: %s", PREFIX, error)
         return None
-
-
-def _decodes(vllm_config: VllmConfig) -> bool:
-    transfer = vllm_config.kv_transfer_config
-    return transfer is not None and bool(transfer.is_kv_consumer)

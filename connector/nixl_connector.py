@@ -256,7 +256,7 @@ def node_info(vllm_config: VllmConfig, config: ConnectorConfig, environ: Mapping
     from vllm import __version__ as vllm_version
 
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
-    resumes = config.role.decodes and has_endpoints(environ) and SECRET_VARIABLE in environ
+    resumes = has_endpoints(environ) and SECRET_VARIABLE in environ
     return {
         "role": str(transfer.kv_role),
         "model": str(vllm_config.model_config.model),

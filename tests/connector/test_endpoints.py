@@ -21,12 +21,12 @@ from deploy.local.paths import MODEL
 class Engine:
     """An engine's client."""
 
-    consumer: bool = True
+    connector: bool = True
 
     @property
     def vllm_config(self) -> Any:
         return SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(is_kv_consumer=self.consumer, kv_connector_extra_config={}),
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}) if self.connector else None,
             model_config=SimpleNamespace(tokenizer=str(MODEL), tokenizer_revision=None, tokenizer_mode="auto"),
             load_config=SimpleNamespace(download_dir=None),
         )
@@ -44,13 +44,12 @@ def test_vllm_takes_it_for_a_plugin() -> None:
     assert isinstance(NodeRoutes(), EndpointPlugin)
 
 
-@pytest.mark.parametrize("consumer", [True, False])
-async def test_an_api_server_tells_which_chat_template_it_uses(consumer: bool) -> None:
-    """Of both roles. Without arguments it is what the engine's fingerprint has."""
+async def test_an_api_server_tells_which_chat_template_it_uses() -> None:
+    """Without arguments it is what the engine's fingerprint has."""
     own = chat_template_part(TokenizerSource(str(MODEL)))
     answers = []
     for arguments in ({}, {"chat_template": None}, {"chat_template": "{{ messages }}"}):
-        async with await client_of(Engine(consumer=consumer), **arguments) as client:
+        async with await client_of(Engine(), **arguments) as client:
             answers.append((await client.get(PROMPTS_ROUTE)).raise_for_status().json()["chat_template"])
     assert answers[:2] == [own, own]
     assert answers[2] != own
@@ -71,8 +70,8 @@ async def test_a_node_without_a_secret_has_no_streams(
     assert SECRET_VARIABLE in caplog.text
 
 
-@pytest.mark.parametrize("engine", [None, Engine(consumer=False)])
-async def test_a_node_that_does_not_decode_has_no_streams(
+@pytest.mark.parametrize("engine", [None, Engine(connector=False)])
+async def test_a_node_without_a_connector_has_no_streams(
     engine: Engine | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, "0123456789abcdef" * 4)

@@ -152,7 +152,7 @@ GOOD = {PLUGINS: f"pdproxy_connector,{ENDPOINT_PLUGIN}", SECRET_VARIABLE: "s" * 
     [
         (Role.DECODE, GOOD, True, "vllm.v1.worker.gpu_worker.Worker", "true"),
         (Role.BOTH, GOOD, False, "connector.cpu_worker.SeededCPUWorker", "true"),
-        (Role.PREFILL, GOOD, True, "vllm.v1.worker.gpu_worker.Worker", "false"),
+        (Role.PREFILL, GOOD, True, "vllm.v1.worker.gpu_worker.Worker", "true"),
         (Role.DECODE, GOOD, False, "vllm.v1.worker.gpu_worker.Worker", "false"),
         (Role.DECODE, GOOD, False, "vllm.v1.worker.cpu_worker.CPUWorker", "false"),
         (Role.DECODE, GOOD | {PLUGINS: "pdproxy_connector"}, True, "vllm.v1.worker.gpu_worker.Worker", "false"),
