@@ -72,9 +72,9 @@ def reference(engines: dict[str, Node]) -> Node:
 
 @pytest.fixture(scope="session")
 def proxy(engine_room: Supervisor, pair: Pair) -> Proxy:
-    """The proxy in front of the pair. It has every prompt handed over, also where the decode node could resume alone
-    (`test_cache_routing` is about that). Legs go out together, which takes all of the other way, and more; that one, the
-    default, is what `make demo` and the data-parallel nodes' proxy run."""
+    """The proxy in front of the pair. It has every prompt handed over, also where the decode node could go on by itself
+    (`test_cache_routing` is about that). Legs go out together, which takes all of the other way, and more; that one,
+    the default, is what `make demo` and the data-parallel nodes' proxy run."""
     spec = ProxySpec(more_environment={"PDPROXY_POLICY_LEGS": "together", "PDPROXY_POLICY_ITL_BUDGET": "0"})
     return start_proxy(engine_room, spec, [pair.prefill, pair.decode], print)
 
