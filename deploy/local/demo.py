@@ -64,7 +64,7 @@ def show_way(answer: Answer) -> None:
 
 
 def show(stack: Stack) -> None:
-    """Hold a short conversation; its second turn finds the first one's attention blocks on the decode node."""
+    """Hold a short conversation: the first turn is handed over, and the decode node goes on from it by itself."""
     story = quiz(SEED, TOKENS)
     with httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
         for turn in TURNS:

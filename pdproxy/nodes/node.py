@@ -320,11 +320,6 @@ class Served:
     seeds: Mapping[Role, Seeds]
 
     @property
-    def one_cohort(self) -> bool:
-        """Whether every two of them are of one."""
-        return len(self.cohorts) <= 1
-
-    @property
     def pairs(self) -> bool:
         """Whether a prefill and a decode node are of one cohort."""
         return any(places.prefills and places.decodes for places in self.cohorts)

@@ -82,12 +82,6 @@ class Candidates:
         restricted = self.needs.excluded or self.needs.partner is not None
         return list(filter(self.may_take, views)) if restricted else views
 
-    def partners(self, prefill: Node, decodes: list[NodeView]) -> list[NodeView]:
-        """Those of the decode nodes that may read from a prefill node."""
-        if self._served.one_cohort and not self.bars:
-            return decodes
-        return [view for view in decodes if self.allow(prefill, view.node)]
-
     @property
     def may_pair(self) -> bool:
         """Whether there is a pair at all, but for bars and nodes that failed this request; cheap."""

@@ -72,8 +72,10 @@ def reference(engines: dict[str, Node]) -> Node:
 
 @pytest.fixture(scope="session")
 def proxy(engine_room: Supervisor, pair: Pair) -> Proxy:
-    """The proxy in front of the pair."""
-    return start_proxy(engine_room, ProxySpec(), [pair.prefill, pair.decode], print)
+    """The proxy in front of the pair. It has every prompt handed over, also where the decode node could go on by itself
+    (`test_cache_routing` is about that)."""
+    spec = ProxySpec(more_environment={"PDPROXY_POLICY_ITL_BUDGET": "0"})
+    return start_proxy(engine_room, spec, [pair.prefill, pair.decode], print)
 
 
 @pytest.fixture(autouse=True)

@@ -92,5 +92,6 @@ def running_fleet(
     )
     with Supervisor(logs_of(logs)) as supervisor:
         nodes = start_nodes(supervisor, specs, print)
-        proxy = start_proxy(supervisor, ProxySpec(more_environment=settings), nodes, print)
+        environment = {"PDPROXY_POLICY_ITL_BUDGET": "0", **settings}  # every prompt is handed over
+        proxy = start_proxy(supervisor, ProxySpec(more_environment=environment), nodes, print)
         yield Fleet(supervisor, dict(zip(NAMES, nodes, strict=True)), proxy)
