@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from pdproxy.errors import untraced
 from pdproxy.orchestration.decode_stream import DecodeStream, UsageEventFilter
-from pdproxy.stream.journal import Batch, Journal, RecordSplitter, one_batch
+from pdproxy.stream.journal import Batch, Journal, RecordSplitter, one_event
 from pdproxy.stream.transcript import Transcript
 from pdproxy.transport.port import HttpResponse
 
@@ -29,15 +29,14 @@ class JournaledStream(DecodeStream):
         self._splitter = RecordSplitter()
 
     def _fast_path(self) -> Callable[[bytes], bytes | None]:
-        take_fast_path, splitter, journal = self._transcript.take_fast_path, self._splitter, self._journal
+        take_fast_path, splitter = self._transcript.take_fast_path, self._splitter
+        append_one = self._journal.append_one
 
         def take(piece: bytes) -> bytes | None:
-            batch = None if splitter.rest or self._pending_error is not None else one_batch(piece)
-            if batch is None or not batch.record:
-                return None
-            seen = take_fast_path(batch.events)
-            if seen is not None:
-                journal.append(batch)
+            batch = None if splitter.rest or self._pending_error is not None else one_event(piece)
+            seen = None if batch is None else take_fast_path(batch.events)
+            if batch is not None and seen is not None:
+                append_one(batch.record)
             return seen
 
         return take

@@ -11,6 +11,7 @@ records of all legs in order, to the node that resumes the stream. That node gen
 follows the last committed event.
 """
 
+import re
 from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
@@ -23,6 +24,7 @@ _BLOCK_END = b"\n\n"
 _RECORD = b": pdproxy "
 _NEXT_RECORD = _BLOCK_END + _RECORD
 _ONE_EVENT = b"[1,"
+_EVENT_AND_RECORD = re.compile(rb"((?:event: [^\r\n]*\n)?data: [^\r\n]*\n\n): pdproxy (\[1,[^\r\n]*)\n\n").fullmatch
 
 
 class Batch(NamedTuple):
@@ -49,7 +51,7 @@ class RecordSplitter:
 
     def feed(self, piece: bytes) -> list[Batch]:
         """What ``piece`` completes; a `NodeFault` where more than `EVENT_BYTES` wait for a record."""
-        if not self.rest and (batch := one_batch(piece)) is not None:
+        if not self.rest and (batch := one_event(piece)) is not None:
             return [batch]
         if len(self.rest) > LONG_REST and b"\n" not in piece:  # nothing ends here: see `SseParser`
             self._more.append(piece)
@@ -70,12 +72,10 @@ class RecordSplitter:
             raise NodeFault(Fault.INVALID_BODY, "the events of the stream have no record")
 
 
-def one_batch(piece: bytes) -> Batch | None:
-    """What nearly every piece is: events and their record, and nothing else."""
-    marker = piece.find(_NEXT_RECORD)
-    if marker < 0 or piece.find(_BLOCK_END, marker + 2) != len(piece) - 2 or piece.startswith(b":"):
-        return None
-    return Batch(piece[: marker + 2], piece[marker + len(_NEXT_RECORD) : -2])
+def one_event(piece: bytes) -> Batch | None:
+    """What nearly every piece is: one event and the record that tells of one, and nothing else."""
+    found = _EVENT_AND_RECORD(piece)
+    return None if found is None else Batch(*found.groups())
 
 
 def _first_batch(block: bytes, start: int) -> tuple[Batch, int] | None:
@@ -120,16 +120,18 @@ class Journal:
         Beyond the bound, or where a record does not tell the number of its events, the journal is given up: its memory
         is given back, and `reason` set.
         """
+        if self.reason is None and not _tells_events(batch.record, batch.events):
+            self._give_up(NotContinuableReason.JOURNAL_BROKEN)
+        self.append_one(batch.record)
+
+    def append_one(self, record: bytes) -> None:
+        """As `append`, of a record from `one_event`, which tells the number of its events."""
         if self.reason is not None:
             return
-        events, record = batch
-        if not _tells_events(record, events):
-            self._give_up(NotContinuableReason.JOURNAL_BROKEN)
-        elif len(self._records) + len(record) >= self._most:
+        self._records += record
+        self._records += b","
+        if len(self._records) > self._most:
             self._give_up(NotContinuableReason.JOURNAL_SIZE)
-        else:
-            self._records += record
-            self._records += b","
 
     def records(self) -> bytes:
         """All records, in order, joined by commas: the inside of a JSON list."""
