@@ -375,7 +375,7 @@ class ApiApp:
             request_id=name,
             receive=receive,
             send=TrackedSend(send),
-            exchange=scope["extensions"][EXCHANGE_EXTENSION]["exchange"],
+            exchange=scope["extensions"][EXCHANGE_EXTENSION],
             endpoint=routes.GENERATING.get(path),
         )
         try:

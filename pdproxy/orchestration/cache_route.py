@@ -28,8 +28,8 @@ class CacheRoute:
     """
 
     __slots__ = (
-        "_asked", "_began", "_context", "_counted", "_estimated", "_prefix", "_rates", "_sub_request", "_timeline",
-        "plan",
+        "_asked", "_context", "_counted", "_decode_began", "_estimated", "_prefill_began", "_prefix", "_rates",
+        "_sub_request", "_timeline", "plan",
     )  # fmt: skip
 
     def __init__(
@@ -42,7 +42,8 @@ class CacheRoute:
         self._prefix: PromptHits | None = None
         self._asked = self._counted = False
         self._estimated = estimated_tokens
-        self._began: dict[Role, float] = {}
+        self._prefill_began = self._decode_began = 0.0
+        """In monotonic seconds: the last leg of each kind."""
         self.plan: Plan | None = None
 
     async def look_up(self) -> None:
@@ -84,7 +85,11 @@ class CacheRoute:
 
     def begin_leg(self, node: Node) -> Headers:
         """The headers of a leg that begins now: they name the planned rank."""
-        self._began[node.role] = self._context.clock.now()
+        now = self._context.clock.now()
+        if node.role is Role.PREFILL:
+            self._prefill_began = now
+        else:
+            self._decode_began = now
         rank = self._rank(node)
         headers = self._sub_request.headers
         return headers if rank is None else (*headers, (RANK_HEADER, str(rank)))
@@ -98,7 +103,7 @@ class CacheRoute:
             if cached is None:
                 cached = self._tokens - self._computed(node)
             tokens = max(0, prompt - cached)
-            began, ended = self._began[Role.PREFILL], self._context.clock.now()
+            began, ended = self._prefill_began, self._context.clock.now()
             self._rates.computed(Work.PREFILL, place, tokens, began, ended, node.ranks)
 
     def first_event(self, node: Node, hand_over: HandOver | None) -> None:
@@ -114,7 +119,7 @@ class CacheRoute:
             if plan.decision.decode.resume:
                 self._rates.passed_over(Work.LOCAL, node.name)
         elif plan.prefill is None:
-            self._rates.computed(Work.LOCAL, place, plan.decision.computed, self._began[node.role], now)
+            self._rates.computed(Work.LOCAL, place, plan.decision.computed, self._decode_began, now)
 
     def answered(self, node: Node, usage: Usage, hand_over: HandOver | None) -> None:
         """The nodes said what they had cached: once, for the prompt as the client sent it.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from typing import cast
 
 from pdproxy.clock import Clock
 from pdproxy.legs.outline import BYTES_PER_TOKEN
@@ -32,7 +33,14 @@ class _Asked:
     chain: Chain
     cut: bool
     expected: int = 0
-    alive: "weakref.ref[SubRequest] | None" = None
+    alive: "_Alive | None" = None
+
+
+class _Alive(weakref.ref[SubRequest]):
+    """Tells when a sub-request is gone; ``key``: of what is kept of it."""
+
+    __slots__ = ("key",)
+    key: int
 
 
 class TextPrefixSource:
@@ -106,8 +114,12 @@ class TextPrefixSource:
         if asked is None:
             chain, cut = _chain(sub_request)
             self._asked[key] = asked = _Asked(self._index.refined(chain), cut)
-            asked.alive = weakref.ref(sub_request, lambda _: self._asked.pop(key, None))
+            asked.alive = _Alive(sub_request, self._forget)
+            asked.alive.key = key
         return asked
+
+    def _forget(self, gone: "weakref.ref[SubRequest]") -> None:
+        self._asked.pop(cast(_Alive, gone).key, None)
 
     def _tokens(self, asked: _Asked, sub_request: SubRequest) -> int:
         return sub_request.shape.prompt_tokens if asked.cut else self._index.tokens(asked.chain)

@@ -58,6 +58,9 @@ def ambiguous(method: bytes, version: str, headers: Sequence[tuple[bytes, bytes]
     return ""
 
 
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
+
+
 def framing_head(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     """A head with nothing but the framing of the body from ``headers``."""
     fields = (b"%b: %b\r\n" % field for field in headers if field[0] in FRAMING)
@@ -177,7 +180,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self.cycle.message_event._waiters = []  # type: ignore[assignment]  # nobody waits yet; a deque has 600 bytes
         kind = UnchunkedExchange if version == "1.0" else ClientExchange
         self._exchange = kind.begin(self.cycle, self._writer)
-        self.scope["extensions"] = {EXCHANGE_EXTENSION: {"exchange": self._exchange}}
+        # Shared, and the exchange itself: each dict of its own would stay as long as the stream.
+        self.scope["asgi"], self.scope["state"] = _ASGI, self.app_state  # type: ignore[typeddict-item]
+        self.scope["extensions"] = {EXCHANGE_EXTENSION: self._exchange}  # type: ignore[dict-item]
         self._state, self._framing_bytes = ReceiveState.BODY, 0
 
     def on_body(self, body: bytes) -> None:

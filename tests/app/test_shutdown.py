@@ -35,7 +35,7 @@ class Call:
         self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self.sent: list[Message] = []
         self.began = asyncio.Event()
-        straight = {EXCHANGE_EXTENSION: {"exchange": self}}
+        straight = {EXCHANGE_EXTENSION: self}
         head = {"method": "POST", "path": path, "query_string": b"", "headers": [JSON]}
         scope = {"type": "http", **head, "extensions": straight}
         self.task = asyncio.ensure_future(server.running.clients(scope, self._receive, self._send))

@@ -18,7 +18,7 @@ MOST = 200
 
 def exchange_of(scope: Scope) -> Exchange:
     """What the server offers."""
-    found: Exchange = scope["extensions"][EXCHANGE_EXTENSION]["exchange"]
+    found: Exchange = scope["extensions"][EXCHANGE_EXTENSION]
     return found
 
 
