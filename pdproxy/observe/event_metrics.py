@@ -7,8 +7,8 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from pdproxy.observe.families import Counter, Gauge, Histogram
 from pdproxy.observe.labels import BatchOutcome, CacheEventKind, Forgotten, IdsOutcome, Known, LookUp, Replay
-from pdproxy.observe.request_metrics import Counter, Gauge, Histogram
 
 LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
 """Upper bounds of the buckets, in seconds; an alert picks one of them."""
@@ -52,7 +52,7 @@ class EventMetrics:
 
     def watch_index(self, blocks: Callable[[], int], places: Callable[[Known], int]) -> None:
         """Ask for the number of known blocks, and of places, whenever metrics are scraped."""
-        self._blocks.set_function(blocks)
+        self._blocks.labels().set_function(blocks)
         for known in Known:
             self._places.labels(known).set_function(partial(places, known))
 
@@ -69,11 +69,11 @@ class EventMetrics:
 
     def published(self, at: float) -> None:
         """Record a batch's age, by this clock; the node's clock may be ahead: never negative."""
-        self._lag.observe(max(0.0, self._wall() - at))
+        self._lag.labels().observe(max(0.0, self._wall() - at))
 
     def gap(self) -> None:
         """Count a gap."""
-        self._gaps.inc()
+        self._gaps.labels().inc()
 
     def replayed(self, outcome: Replay) -> None:
         """Count a replay."""
@@ -93,4 +93,4 @@ class EventMetrics:
 
     def token_ids_took(self, seconds: float) -> None:
         """Record how long a node took for them."""
-        self._ids_seconds.observe(seconds)
+        self._ids_seconds.labels().observe(seconds)

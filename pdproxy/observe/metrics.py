@@ -2,12 +2,13 @@
 
 import enum
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
 from pdproxy.observe.event_metrics import EventMetrics
+from pdproxy.observe.families import Counter, Gauge, Histogram
 from pdproxy.observe.labels import (
     Affinity,
     Attempt,
@@ -30,9 +31,6 @@ from pdproxy.observe.labels import (
 from pdproxy.observe.request_metrics import (
     OTHER,
     SECONDS,
-    Counter,
-    Gauge,
-    Histogram,
     KeyMetrics,
     ServedModels,
     ServerMetrics,
@@ -133,15 +131,6 @@ class Metrics:
             ["setting"],
         )
         self._spans = counter("pdproxy_spans_total", "Spans that were recorded.", ["outcome"])
-        # Finding a series by its labels costs more than counting: those of the hot path are found once.
-        self._request = cache(self._requests.labels)
-        self._phase = cache(self._phases.labels)
-        self._continuing = cache(self._continuable.labels)
-        self._session = cache(self._sessions.labels)
-        self._plan = cache(self._plans.labels)
-        self._token = cache(self._tokens.labels)
-        self._cohort_request = cache(self._cohort_requests.labels)
-        self._pending = cache(self._prefill_tokens.labels)
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
@@ -171,11 +160,11 @@ class Metrics:
 
     def request_ended(self, endpoint: Endpoint | None, model: str, outcome: Outcome) -> None:
         """Count a request that ended; ``endpoint`` is None for one that was passed through."""
-        self._request(endpoint or OTHER, self.models.label(model), outcome).inc()
+        self._requests.labels(endpoint or OTHER, self.models.label(model), outcome).inc()
 
     def phase_took(self, phase: Phase, seconds: float) -> None:
         """Record the time that a phase took."""
-        self._phase(phase).observe(seconds)
+        self._phases.labels(phase).observe(seconds)
 
     def leg_failed(self, leg: Leg, fault: Fault) -> None:
         """Count a leg that failed on a node."""
@@ -183,7 +172,7 @@ class Metrics:
 
     def resent(self) -> None:
         """Count a request that is sent to its node a second time, for the connection that was kept broke."""
-        self._resends.inc()
+        self._resends.labels().inc()
 
     def step_taken(self, leg: Leg, fault: Fault, step: enum.StrEnum) -> None:
         """Count what the failure table made of a fault."""
@@ -195,11 +184,11 @@ class Metrics:
 
     def session_routed(self, role: enum.StrEnum, outcome: Affinity) -> None:
         """Count a leg that was planned by its request's session."""
-        self._session(role, outcome).inc()
+        self._sessions.labels(role, outcome).inc()
 
     def planned(self, reason: RouteReason) -> None:
         """Count a plan by what is cached."""
-        self._plan(reason).inc()
+        self._plans.labels(reason).inc()
 
     def hit(self, role: enum.StrEnum, planned: int, real: int, outcome: Prediction) -> None:
         """Count what a node of a role was taken to have cached of a prompt that it computed, and what it had."""
@@ -217,11 +206,11 @@ class Metrics:
 
     def continuable(self, reason: enum.StrEnum | None) -> None:
         """Count whether a stream could be continued on another node, or the reason why not."""
-        self._continuing("yes" if reason is None else "no", reason or "none").inc()
+        self._continuable.labels("yes" if reason is None else "no", reason or "none").inc()
 
     def recomputed(self) -> None:
         """Count a disaggregated request whose decode node computed the prompt itself after all."""
-        self._recomputed.inc()
+        self._recomputed.labels().inc()
 
     def released(self, outcome: Attempt) -> None:
         """Count a hand-over that the proxy released."""
@@ -229,12 +218,12 @@ class Metrics:
 
     def watch_requests(self, active: Callable[[], float], queued: Callable[[], float]) -> None:
         """Ask for the numbers of running and of waiting prompts whenever metrics are scraped."""
-        self._active.set_function(active)
-        self._queued.set_function(queued)
+        self._active.labels().set_function(active)
+        self._queued.labels().set_function(queued)
 
     def watch_bodies(self, held: Callable[[], float]) -> None:
         """Ask for the bytes of request bodies that are held whenever metrics are scraped."""
-        self._bodies.set_function(held)
+        self._bodies.labels().set_function(held)
 
     def rejected(self, reason: enum.StrEnum, key: str) -> None:
         """Count a request that was turned away; ``key``: the name of its API key."""
@@ -251,7 +240,7 @@ class Metrics:
         label, prompt, completion, cached = self.models.label(model), usage.prompt, usage.completion, usage.cached
         for kind, count in ((Tokens.PROMPT, prompt), (Tokens.COMPLETION, completion), (Tokens.CACHED, cached)):
             if count is not None and count > 0:
-                self._token(kind, label).inc(count)
+                self._tokens.labels(kind, label).inc(count)
                 self.keys.tokens(key, kind, count)
 
     def prefill_expected(self, model: str) -> None:
@@ -260,11 +249,11 @@ class Metrics:
 
     def prefill_began(self, model: str, tokens: int) -> None:
         """A prompt of about so many tokens goes to a prefill node; ``model`` is that node's, no client's word."""
-        self._pending(model).inc(tokens)
+        self._prefill_tokens.labels(model).inc(tokens)
 
     def prefill_ended(self, model: str, tokens: int) -> None:
         """It waits and runs no more; the same numbers as it began with."""
-        self._pending(model).dec(tokens)
+        self._prefill_tokens.labels(model).dec(tokens)
 
     def watch_node(self, node: str, role: enum.StrEnum, legs: Callable[[], float]) -> None:
         """Ask for the number of legs on a node whenever metrics are scraped."""
@@ -292,18 +281,17 @@ class Metrics:
     def cohort_nodes(self, cohort: str, role: enum.StrEnum, nodes: int) -> None:
         """Set how many nodes of a cohort serve in a role; "" is the cohort of nodes that publish nothing."""
         self._cohort_nodes.labels(cohort, role).set(nodes)
-        self._cohort_request(cohort)
+        self._cohort_requests.labels(cohort)
 
     def cohort_requested(self, cohort: str) -> None:
         """Count a request that goes to a decode node of a cohort."""
-        self._cohort_request(cohort).inc()
+        self._cohort_requests.labels(cohort).inc()
 
     def cohort_forgotten(self, cohort: str, roles: type[enum.StrEnum]) -> None:
         """Drop the series of a cohort whose last node has left; where there are none, nothing happens."""
         for role in roles:
             self._cohort_nodes.remove(cohort, role)
         self._cohort_requests.remove(cohort)
-        self._cohort_request.cache_clear()
 
     def pair_barred(self, prefill: str, decode: str) -> None:
         """Two nodes exchange no tickets: they failed the known-answer test, or their tickets were of no use."""

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
+from pdproxy.observe.families import Counter
 from pdproxy.observe.labels import Refusal
 from pdproxy.observe.rare_lines import RareLine
-from pdproxy.observe.request_metrics import Counter
 
 _LOG = logging.getLogger("pdproxy.server")
 _TEXTS = {

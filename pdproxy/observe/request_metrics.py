@@ -5,18 +5,14 @@ as underscores and adds the unit. Labels are the conventions' attributes, and ``
 are one operation, ``chat``. Keys are told apart by their names, never by the keys themselves.
 """
 
-import bisect
 import enum
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-import prometheus_client
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.metrics_core import Metric
 
+from pdproxy.observe.families import Counter, Gauge, Histogram
 from pdproxy.observe.gen_ai import OPERATIONS, VLLM
 from pdproxy.observe.labels import Outcome, Rejection, Tokens
 from pdproxy.request import Endpoint
@@ -36,86 +32,6 @@ OTHER = "other"
 """The model label of names that no node serves: a client must not be able to make label values."""
 MOST_MODELS = 256
 """Names that become label values, of models and adapters together: series are never dropped again."""
-
-
-class FromZero(MetricWrapperBase):
-    """A family whose series are exported at 0 before anything is counted.
-
-    A counter that first appears at 1 has not grown, for Prometheus: the first failure would raise no alert.
-    """
-
-    _to_begin: tuple[tuple[Iterable[str], ...], ...] = ()
-
-    def begin(self, *axes: Iterable[str]) -> None:
-        """Every combination of these label values is there from now on. A series is made when it first counts or is
-        exported: of hundreds most never count."""
-        self._to_begin += (axes,)
-
-    def labels(self, *labelvalues: object, **labelkwargs: object) -> Self:
-        """The series of these label values. prometheus_client's own takes a lock to find one, and checks all names
-        again to make one; where anything is unusual, it is asked."""
-        series: dict[tuple[object, ...], Self] = self.__dict__.get("_metrics", {})
-        if (found := series.get(labelvalues)) is not None:
-            return found
-        if labelkwargs or self._labelvalues or len(labelvalues) != len(self._labelnames) or not labelvalues:
-            return super().labels(*labelvalues, **labelkwargs)
-        values = tuple(map(str, labelvalues))
-        return series.setdefault(values, self._child(values))
-
-    def _child(self, values: tuple[str, ...]) -> Self:
-        """A new series: its family, with these label values."""
-        child = object.__new__(type(self))
-        child.__dict__.update(self.__dict__, _labelvalues=values)
-        del child._metrics, child._lock
-        child._metric_init()  # type: ignore[no-untyped-call]
-        return child
-
-    def collect(self) -> Iterable[Metric]:
-        begun, self._to_begin = self._to_begin, ()
-        for axes in begun:
-            for values in itertools.product(*axes):
-                self.labels(*values)
-        return super().collect()
-
-
-class Counter(FromZero, prometheus_client.Counter):
-    """prometheus_client's, which counts in a quarter of the time; so are `Gauge` and `Histogram`.
-
-    Its own ask at each step whether the series has its labels, look for a histogram's bucket one by one, and take a
-    lock; a request takes some twenty such steps. A series is counted by one thread alone: the event loop's, but for
-    spans that were sent or given up, which the exporter's counts. What is exported is the same. One without its labels
-    cannot count: AttributeError.
-    """
-
-    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
-        if amount < 0 or exemplar:
-            super().inc(amount, exemplar)
-        else:
-            self._value._value += amount
-
-
-class Gauge(FromZero, prometheus_client.Gauge):
-    """A gauge."""
-
-    def inc(self, amount: float = 1) -> None:
-        self._value._value += amount
-
-    def dec(self, amount: float = 1) -> None:
-        self._value._value -= amount
-
-    def set(self, value: float) -> None:
-        self._value.set(float(value))
-
-
-class Histogram(FromZero, prometheus_client.Histogram):
-    """A histogram."""
-
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        if exemplar:
-            super().observe(amount, exemplar)
-            return
-        self._sum._value += amount
-        self._buckets[bisect.bisect_left(self._upper_bounds, amount)]._value += 1
 
 
 class RequestLabels(NamedTuple):
@@ -213,9 +129,6 @@ class KeyMetrics:
         self._labels: dict[str, str] = {}
         self._running: Callable[[str], int] = lambda _: 0
         self._waiting: Callable[[str], int] = lambda _: 0
-        # Finding a series by its labels costs more than counting: those of the hot path are found once.
-        self._request = cache(self._requests.labels)
-        self._token = cache(self._tokens.labels)
 
     def watch(self, running: Callable[[str], int], waiting: Callable[[str], int]) -> None:
         """Ask for the numbers of a key's running and waiting prompts whenever metrics are scraped."""
@@ -227,12 +140,12 @@ class KeyMetrics:
 
     def request_ended(self, key: str, outcome: Outcome) -> None:
         """Count a request that ended."""
-        self._request(self._label(key), outcome).inc()
+        self._requests.labels(self._label(key), outcome).inc()
 
     def tokens(self, key: str, kind: Tokens, count: int) -> None:
         """Add tokens; counts that are not positive add nothing."""
         if count > 0:
-            self._token(self._label(key), kind).inc(count)
+            self._tokens.labels(self._label(key), kind).inc(count)
 
     def waited(self, key: str, seconds: float) -> None:
         """A prompt has left the queue, to run or refused."""
