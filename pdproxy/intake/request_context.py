@@ -182,8 +182,9 @@ class Reservation:
 
     def close(self) -> None:
         """It holds none any more. Idempotent."""
-        self._budget.take(-self._size, self._key)
-        self._size = 0
+        if self._size:
+            self._budget.take(-self._size, self._key)
+            self._size = 0
 
 
 def too_large(limit: int) -> ClientError:

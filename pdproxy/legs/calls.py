@@ -123,7 +123,7 @@ async def decode(
             raise NodeFault(Fault.NO_ROUTE, f"status {fault.status} from {path}", status=fault.status) from fault
         raise
     kind = media_type(response.headers)
-    stream = bool(read_field(endpoint, body, "stream"))
+    stream = "stream" in body and bool(read_field(endpoint, body, "stream"))
     if stream == (kind == EVENT_STREAM):
         return response
     await response.aclose()

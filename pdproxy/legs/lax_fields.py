@@ -115,16 +115,21 @@ def read_fields(endpoint: Endpoint, body: Json) -> dict[str, Any]:
     kinds, found = FIELDS[endpoint], dict[str, Any]()
     for name, value in body.items():
         if name in kinds:
-            kind, read = kinds[name], value_of(value)
-            of = type(read)  # most values are what they should be: no call for these, on the way of every request
-            plain = of in kind.plain and (of is not int or kind.least <= read <= kind.most)  # type: ignore[operator]
-            found[name] = read if plain else _converted(kind, name, read)
+            found[name] = _read(kinds[name], name, value)
     return found
 
 
 def read_field(endpoint: Endpoint, body: Json, name: str) -> Any:
     """One of these; None where a body, or the endpoint, does not have it. Raises as `read_fields`."""
-    return read_fields(endpoint, {name: body[name]}).get(name) if name in body else None
+    kind = FIELDS[endpoint].get(name) if name in body else None
+    return None if kind is None else _read(kind, name, body[name])
+
+
+def _read(kind: _Kind, name: str, value: object) -> object:
+    read = value_of(value)
+    of = type(read)  # most values are what they should be: no conversion for these, on the way of every request
+    plain = of in kind.plain and (of is not int or kind.least <= read <= kind.most)  # type: ignore[operator]
+    return read if plain else _converted(kind, name, read)
 
 
 def _converted(kind: _Kind, name: str, value: object) -> object:

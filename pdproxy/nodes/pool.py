@@ -113,6 +113,8 @@ class Pool:
             return
         now = entry.progressed_at = self._clock.now()
         entry.records[leg].began()
+        if entry.circuit.state is CircuitState.CLOSED and not entry.circuit.openings:
+            return  # as nearly always: nothing that a leg that goes well could change
         before = self._refresh(entry, now).circuit
         if (circuit := before.succeeded(now)) is not before:
             self._set(entry, circuit)
