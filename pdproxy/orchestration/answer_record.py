@@ -53,7 +53,7 @@ class AnswerRecord:
     route: Route | None = None
     local_reason: LocalReason | None = None
     cohort: str = ""
-    moves: list[StreamMove] = dataclasses.field(default_factory=list)
+    moves: tuple[StreamMove, ...] = ()
     response_id: str = ""
     model: str = ""
     failure: FailureRecord | None = None

@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import itertools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pdproxy.clock import Clock
@@ -31,6 +33,7 @@ REMEMBERED = 64
 """Answers that the mean is taken over, about."""
 MOST_MODELS = 256
 _AFTER_FIRST_BYTE = frozenset({Phase.DECODE, Phase.TOTAL})
+_NO_AFFINITIES: Mapping[Role, Affinity] = MappingProxyType({})
 
 
 class Timeline:
@@ -59,7 +62,7 @@ class Timeline:
         self.now = Phase.PLAN
         self.took: dict[Phase, float] = {}
         self.nodes: dict[Phase, str] = {}
-        self.affinities: dict[Role, Affinity] = {}
+        self.affinities: Mapping[Role, Affinity] = _NO_AFFINITIES
         self.decision: Decision | None = None
         self.answer = AnswerRecord() if answer is None else answer
 
@@ -80,7 +83,7 @@ class Timeline:
 
     def moved(self, move: Move, stall: float) -> None:
         """A stream went on at another node, after so many seconds without bytes for the client."""
-        self.answer.moves.append(StreamMove(move, stall))
+        self.answer.moves += (StreamMove(move, stall),)
         self._metrics.stalled(move, stall)
 
     def end(self) -> None:

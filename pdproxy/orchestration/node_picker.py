@@ -411,7 +411,7 @@ class NodePicker:
 
     def _record_affinity(self, role: Role, affinity: Affinity | None) -> None:
         if affinity is not None:
-            self._timeline.affinities[role] = affinity
+            self._timeline.affinities = {**self._timeline.affinities, role: affinity}
             self._context.metrics.session_routed(role, affinity)
 
     def _plan(self, full: frozenset[str] = frozenset()) -> Plan:
