@@ -88,7 +88,9 @@ class Bench:
         await background_tasks.aclose()
         assert isinstance(reply, ProxyResponse)
         assert isinstance(reply.body, bytes)
-        return json.loads(reply.body)["choices"][0]["text"], str(header(reply.headers, "x-pdproxy-route"))
+        return json.loads(reply.body)["choices"][0]["text"], str(header(reply.headers, "x-pdproxy-route")).partition(
+            ";"
+        )[0]
 
 
 @asynccontextmanager
