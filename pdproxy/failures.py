@@ -330,7 +330,7 @@ A node from whose legs nothing has come for `health.silence`, and that then answ
 _WHICH_GO_ON = """
 # Which streams go on
 
-A stream whose decode node fails or leaves goes on at another node by its journal, which decode nodes with our
+A stream whose decode node fails or leaves goes on at another node by its journal, which nodes with our
 connector's endpoint plugin write; on other nodes it ends with an error event. There are two ways:
 - *resumed*, by its journal: both nodes can resume (the label `resume` of their `pdproxy_connector_info` is true). The
   other node gets the client's request and the journal, and sends what follows, on all endpoints.
