@@ -220,9 +220,13 @@ async def test_no_body_is_kept_whose_legs_failed(status: int) -> None:
     async with running(status=status) as proxy:
         at_first = proxy.resident()
         body = chat(SHAPES["image"][0](8 * MB))
+        looks = list[int]()
         for _ in range(30):
             assert await proxy.ask(body) in (status, 502, 503)
-        assert proxy.resident() - at_first < 3 * len(body)
+            looks.append(proxy.resident())
+        # What is kept stays: the least of some looks. A single one may meet free blocks, which glibc gives back or not by
+        # what lies above them: two to four of the largest body.
+        assert min(looks[20:]) - at_first < 3 * len(body)
 
 
 AT_ONCE = [
