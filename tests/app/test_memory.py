@@ -224,8 +224,8 @@ async def test_no_body_is_kept_whose_legs_failed(status: int) -> None:
         for _ in range(30):
             assert await proxy.ask(body) in (status, 502, 503)
             looks.append(proxy.resident())
-        # What is kept stays: the least of some looks. A single one may meet free blocks, which glibc gives back or not by
-        # what lies above them: two to four of the largest body.
+        # What is kept stays, so the least of some looks counts. A single one may meet free blocks, two to four of the
+        # largest body, which glibc gives back or not by what lies above them.
         assert min(looks[20:]) - at_first < 3 * len(body)
 
 
