@@ -64,16 +64,6 @@ def shape(
     )
 
 
-def max_prompt_tokens(endpoint: Endpoint, body: Json) -> int | None:
-    """An upper bound in tokens; None where the prompt is rendered by a template or is not text."""
-    return facts_of(endpoint, body).most_tokens
-
-
-def estimated_prompt_tokens(body: Json) -> int:
-    """About how many tokens the prompt has: token ids are counted, text goes by its length, media count nothing."""
-    return facts_of(Endpoint.CHAT, body).tokens
-
-
 def _local(endpoint: Endpoint, body: _Asked, most: int | None) -> LocalReason | None:
     """Why prefill and decode cannot be two requests."""
     if body.get("prompt_logprobs") is not None:

@@ -4,8 +4,9 @@ import asyncio
 import json
 import time
 
+from pdproxy.legs.outline import facts_of
 from pdproxy.legs.parse import reading
-from pdproxy.legs.shape import estimated_prompt_tokens, shape
+from pdproxy.legs.shape import shape
 from pdproxy.legs.turns import PromptReader, in_turns
 from pdproxy.request import Endpoint, read_json
 
@@ -26,7 +27,7 @@ async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
     raw = json.dumps(body).encode()
     began = time.thread_time()
     read_json(raw)
-    shape(Endpoint.CHAT, body), estimated_prompt_tokens(body)
+    shape(Endpoint.CHAT, body), facts_of(Endpoint.CHAT, body).tokens
     at_once = time.thread_time() - began
     watching = asyncio.create_task(watch())
     await PromptReader().facts(Endpoint.CHAT, await in_turns(reading(raw)))

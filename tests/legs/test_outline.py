@@ -8,11 +8,11 @@ import pytest
 
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.legs.calls import outlined_object
-from pdproxy.legs.outline import PromptFacts
+from pdproxy.legs.outline import PromptFacts, facts_of
 from pdproxy.legs.parse import LARGE, checked_fields, reading, scrub, split
 from pdproxy.legs.prompt_text import MOST_IDS, prompt_parts
 from pdproxy.legs.rewrite import decode_body, prefill_body
-from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens, shape
+from pdproxy.legs.shape import shape
 from pdproxy.legs.turns import PromptReader, in_turns
 from pdproxy.orchestration.fanout import merge_answers
 from pdproxy.raw_json import MOST_ITEMS
@@ -54,7 +54,7 @@ async def parts_of(endpoint: Endpoint, body: Json) -> list[bytes]:
 @pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
 async def test_of_a_long_chat_the_same_is_known_as_of_a_parsed_one(messages: list[Any]) -> None:
     body = {"model": "m", "stream": True, "messages": messages}
-    large, exact = await read(Endpoint.CHAT, body), estimated_prompt_tokens(body)
+    large, exact = await read(Endpoint.CHAT, body), facts_of(Endpoint.CHAT, body).tokens
     facts = await PromptReader().facts(Endpoint.CHAT, large)
     assert facts.tokens == pytest.approx(exact, rel=0.02, abs=16)
     known = PromptFacts(exact, facts.most_tokens, facts.media)
@@ -81,7 +81,7 @@ async def test_two_images_differ_in_a_long_chat_as_in_a_parsed_one() -> None:
 async def test_of_more_messages_than_are_looked_at_the_rest_counts_by_its_bytes_and_may_hold_media() -> None:
     body = {"messages": [{"role": "user", "content": LINE}] * (3 * MOST_ITEMS)}
     facts = await PromptReader().facts(Endpoint.CHAT, await read(Endpoint.CHAT, body))
-    assert facts.tokens == pytest.approx(estimated_prompt_tokens(body), rel=0.5)
+    assert facts.tokens == pytest.approx(facts_of(Endpoint.CHAT, body).tokens, rel=0.5)
     assert facts.media
 
 
@@ -89,8 +89,8 @@ async def test_of_more_messages_than_are_looked_at_the_rest_counts_by_its_bytes_
 async def test_of_a_long_text_the_same_is_known_as_of_a_parsed_one(ascii_only: bool) -> None:
     body = {"model": "m", "prompt": TEXT, "max_tokens": 5}
     large = await read(Endpoint.COMPLETIONS, body, ascii_only=ascii_only)
-    facts, exact = await PromptReader().facts(Endpoint.COMPLETIONS, large), estimated_prompt_tokens(body)
-    bound = max_prompt_tokens(Endpoint.COMPLETIONS, body)
+    facts, exact = await PromptReader().facts(Endpoint.COMPLETIONS, large), facts_of(Endpoint.CHAT, body).tokens
+    bound = facts_of(Endpoint.COMPLETIONS, body).most_tokens
     assert facts.tokens == pytest.approx(exact, rel=0.03)
     assert facts.most_tokens is not None
     assert bound is not None

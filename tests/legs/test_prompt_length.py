@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdproxy.legs.shape import estimated_prompt_tokens, max_prompt_tokens
+from pdproxy.legs.outline import facts_of
 from pdproxy.request import Endpoint, Json
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 4000}}
@@ -24,7 +24,7 @@ for _ in range(5000):
     ],
 )
 def test_a_prompts_length_is_bounded_where_it_can_be(endpoint: Endpoint, body: Json, most: int | None) -> None:
-    assert max_prompt_tokens(endpoint, body) == most
+    assert facts_of(endpoint, body).most_tokens == most
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_a_prompts_length_is_bounded_where_it_can_be(endpoint: Endpoint, body: J
     ],
 )
 def test_a_prompts_length_is_estimated(body: Json, about: int) -> None:
-    assert estimated_prompt_tokens(body) == about
+    assert facts_of(Endpoint.CHAT, body).tokens == about
