@@ -204,7 +204,7 @@ class RequestHandler:
         admitted: _Admitted,
         watcher: DisconnectWatcher,
     ) -> Steps[ClientRequest | ForwardRequest]:
-        """What a body asks for; one with a field that cannot be read is for one node to refuse."""
+        """Read a body as a request. Where a field cannot be read, it becomes a request that one node is asked to refuse."""
         body, model = scrub(parse(raw) if len(raw) <= LARGE else (yield from reading(raw))), ""
         api_key, free = admitted.api_key, admitted.reservation.close
         try:
@@ -395,7 +395,7 @@ class ApiApp:
             raise
 
     def _answer(self, context: RequestContext, scope: Scope) -> Awaitable[None]:
-        """By whom the path is answered."""
+        """The coroutine that answers this path."""
         if context.method == "POST" and context.endpoint is not None:
             return self._handler.generate(context, context.endpoint)
         if context.method in routes.FORWARDED.get(context.path, ()):
