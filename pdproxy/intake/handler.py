@@ -204,7 +204,7 @@ class RequestHandler:
         admitted: _Admitted,
         watcher: DisconnectWatcher,
     ) -> Steps[ClientRequest | ForwardRequest]:
-        """Read a body as a request. Where a field cannot be read, it becomes a request that one node is asked to refuse."""
+        """Read a body as a request; with a field that cannot be read, as one that a node is asked to refuse."""
         body, model = scrub(parse(raw) if len(raw) <= LARGE else (yield from reading(raw))), ""
         api_key, free = admitted.api_key, admitted.reservation.close
         try:
