@@ -93,13 +93,13 @@ fuzz: env ## property tests with FUZZED examples each (default 2000)
 	FUZZED=$(FUZZED) $(RUN) -m pytest -m "hypothesis and not e2e and not long" --durations=5
 
 bench: env ## measure the proxy beside vllm-router and smg (ten minutes; PYTHONS="PATH …": the interpreters that run it)
-	$(RUN) -m tests.bench $(addprefix --python ,$(PYTHONS))
+	$(RUN) -m deploy.bench $(addprefix --python ,$(PYTHONS))
 
 bench-engines: env ## real engines asked by guidellm: alone, behind pdproxy, behind another router (15 minutes; ROUNDS=3: 10); WRITE=1: into docs
-	$(RUN) -m tests.bench.engines $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter 1,$(WRITE)),--docs docs)
+	$(RUN) -m deploy.bench.engines $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter 1,$(WRITE)),--docs docs)
 
 bench-plan: env ## what the policies make of traces, simulated; LARGE=1: 64 + 64 nodes; RIVALS=1: beside other routers
-	$(RUN) -m tests.bench.plan $(if $(TRACES)$(ONLY),,--docs docs) $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large) \
+	$(RUN) -m deploy.bench.plan $(if $(TRACES)$(ONLY),,--docs docs) $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large) \
 		$(if $(TRACES),--traces $(TRACES)) $(if $(ONLY),--only $(ONLY))
 
 generate: env ## write what is made of something else: the settings' page and schema, the dashboard, the chart's copies

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deploy.bench.interpreters import environment, interpreter
 from deploy.local.bootstrap import BootstrapError
 from deploy.local.paths import REQUIREMENTS, ROOT
-from tests.bench.interpreters import environment, interpreter
 
 TESTED = (
     *("admin", "app", "events", "intake", "legs", "nodes", "observe", "orchestration", "planning", "server"),

@@ -10,7 +10,7 @@ unit, and, for the first unit, the cache salt. Not supported, and so without has
 with `sha256`, whose pickle depends on which Python objects vLLM happens to share, and vLLM's xxhash algorithms.
 
 CBOR is encoded here: tuples of small integers twice as fast as by cbor2, on which the proxy then need not depend.
-``python -m tests.bench.index_cost`` measures it.
+``python -m deploy.bench.index_cost`` measures it.
 """
 
 import dataclasses

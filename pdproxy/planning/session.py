@@ -4,7 +4,7 @@ Each key has an order of its own of all nodes of a role (rendezvous hashing): it
 names and weights alone, so that proxies which stand side by side find the same one without talking, and only the
 sessions move that a node which joins gets, or one which leaves had. A request goes to the first node of its key's order
 that may take it and has room: none carries more than `MOST_OF_MEAN` times the mean load and `SPARE` (consistent hashing
-with bounded loads, Mirrokni, Thorup and Zadimoghaddam, 2018). ``python -m tests.bench.plan`` shows what both do.
+with bounded loads, Mirrokni, Thorup and Zadimoghaddam, 2018). ``python -m deploy.bench.plan`` shows what both do.
 """
 
 import dataclasses

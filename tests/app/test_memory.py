@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from deploy.bench.peers import PDPROXY, Ports
+from deploy.bench.script import KEY, MODEL
 from deploy.local.paths import ROOT
 from deploy.local.ports import free_ports
 from tests.app.running_proxy import SOON
-from tests.bench.peers import PDPROXY, Ports
-from tests.bench.script import KEY, MODEL
 
 MB = 1024 * 1024
 BODY = 64 * MB

@@ -1,1 +1,0 @@
-"""What the proxy costs: CPU time per request of its whole process tree, side by side with another router."""

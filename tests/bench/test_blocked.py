@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bench.blocked import BODIES, MB, metered_proxy, request
+from deploy.bench.blocked import BODIES, MB, metered_proxy, request
 
 MOST = 30.0
 """Milliseconds of CPU time for the longest callback. On a machine with nothing else to do it is 7 to 15; to parse such

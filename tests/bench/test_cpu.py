@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from tests.bench.cpu import Stat, processes, read_stat, seconds_of_tree, tree
+from deploy.bench.cpu import Stat, processes, read_stat, seconds_of_tree, tree
 
 LINE = "42 (a) b (c) S 7 42 42 0 -1 4194304 100 200 0 0 11 22 33 44 20 0 1 0 12345 1000 10"
 BURN = "import time; end = time.process_time() + 0.2\nwhile time.process_time() < end: pass"

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from tests.bench.hybrid_cache import CacheShape, HybridCache, Kind, Removed, Stored
-from tests.bench.traces import Prompt, Segment, hashed
+from deploy.bench.hybrid_cache import CacheShape, HybridCache, Kind, Removed, Stored
+from deploy.bench.traces import Prompt, Segment, hashed
 
 LARGE = CacheShape(blocks=4096)
 WITH_UNIT = CacheShape(blocks=4096, unit=16)

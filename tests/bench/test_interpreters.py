@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.bench.interpreters import Interpreter, interpreter
 from deploy.local.bootstrap import BootstrapError
-from tests.bench.interpreters import Interpreter, interpreter
 from tests.other_python import PACKAGES, TESTED, pins
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.bench.latency import WrongAnswerError, measure
-from tests.bench.node import Book
-from tests.bench.script import TOKENS, Line
+from deploy.bench.latency import WrongAnswerError, measure
+from deploy.bench.node import Book
+from deploy.bench.script import TOKENS, Line
 from tests.bench.test_load import Indulgent, serving
 
 

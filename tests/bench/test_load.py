@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from tests.bench.load import load
-from tests.bench.node import TICKET, Book, Connection, Pacer, Played
-from tests.bench.script import TOKENS, Line, body, expected, flaw
+from deploy.bench.load import load
+from deploy.bench.node import TICKET, Book, Connection, Pacer, Played
+from deploy.bench.script import TOKENS, Line, body, expected, flaw
 
 PREFILL = {"kv_transfer_params": {"do_remote_decode": True, "pdproxy_hand_over": "x"}, "max_tokens": 1, "stream": False}
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.bench.lockstep import Lockstep
+from deploy.bench.lockstep import Lockstep
 
 
 class Written(asyncio.WriteTransport):

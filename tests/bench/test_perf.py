@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bench.perf import counted
+from deploy.bench.perf import counted
 
 
 @pytest.mark.parametrize(

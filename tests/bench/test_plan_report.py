@@ -7,11 +7,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from deploy.bench.outcome import Outcome
+from deploy.bench.plan import Store, main
+from deploy.bench.plan_report import TABLES_BEGIN, Row, write_report, write_tables
+from deploy.bench.svg import Bar, bars
 from pdproxy.nodes.node import Role
-from tests.bench.outcome import Outcome
-from tests.bench.plan import Store, main
-from tests.bench.plan_report import TABLES_BEGIN, Row, write_report, write_tables
-from tests.bench.svg import Bar, bars
 
 ROLES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE}
 

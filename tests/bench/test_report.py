@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.bench.latency import Timed
-from tests.bench.report import Figure, Sums, added, chunks, first_tokens, ratio, summed, table
-from tests.bench.script import Line
+from deploy.bench.latency import Timed
+from deploy.bench.report import Figure, Sums, added, chunks, first_tokens, ratio, summed, table
+from deploy.bench.script import Line
 
 FIGURES = [
     *(Figure(Line.COMPLETIONS, "ours", cost, 30.0, cost - 0.5) for cost in (3.0, 2.0, 9.0)),

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
+from deploy.bench.bounds import greedy, least_computed
+from deploy.bench.generators import Agents, Chat, Documents, Single, agents, chat, documents, single
+from deploy.bench.hybrid_cache import CacheShape
+from deploy.bench.outcome import Outcome
+from deploy.bench.recorded import rescaled
+from deploy.bench.simulate import Fleet, Simulation
+from deploy.bench.traces import Request, Segment, Trace, without_sessions
 from pdproxy.settings.types import Routing
-from tests.bench.bounds import greedy, least_computed
-from tests.bench.generators import Agents, Chat, Documents, Single, agents, chat, documents, single
-from tests.bench.hybrid_cache import CacheShape
-from tests.bench.outcome import Outcome
-from tests.bench.recorded import rescaled
-from tests.bench.simulate import Fleet, Simulation
-from tests.bench.traces import Request, Segment, Trace, without_sessions
 from tests.tables import spread
 
 SMALL = {

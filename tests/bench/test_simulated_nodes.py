@@ -10,16 +10,16 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from deploy.bench.hybrid_cache import CacheShape
+from deploy.bench.kv_events import Publisher, hash_ids
+from deploy.bench.outcome import Outcome
+from deploy.bench.replay import Replay
+from deploy.bench.simulate import MODEL, Fleet
+from deploy.bench.simulated_http import serving
+from deploy.bench.simulated_nodes import Site, ids_of, text_of
+from deploy.bench.traces import Request, Segment, Trace, token_ids
 from deploy.local.ports import free_ports
 from pdproxy.nodes.node_info import read_node_capacity
-from tests.bench.hybrid_cache import CacheShape
-from tests.bench.kv_events import Publisher, hash_ids
-from tests.bench.outcome import Outcome
-from tests.bench.replay import Replay
-from tests.bench.simulate import MODEL, Fleet
-from tests.bench.simulated_http import serving
-from tests.bench.simulated_nodes import Site, ids_of, text_of
-from tests.bench.traces import Request, Segment, Trace, token_ids
 
 IDS = token_ids((Segment(1, 700),))
 PROMPT = {"model": MODEL, "prompt": text_of(IDS), "max_tokens": 1}

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.bench.stalls import measure
+from deploy.bench.stalls import measure
 
 MOST = {signal.SIGKILL: 5.0, signal.SIGSTOP: 8.0}
 """Seconds on a machine that is busy elsewhere; on one that is not, 0.1 s and 1.8 s. By probes at their interval alone a

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.bench.blocked import Nodes, running_proxy
-from tests.bench.sweep import ROOMY, held, resident
+from deploy.bench.blocked import Nodes, running_proxy
+from deploy.bench.sweep import ROOMY, held, resident
 
 STREAMS = 800
 MOST = 31.0

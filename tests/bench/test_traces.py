@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import generators
-from tests.bench.kv_events import hash_ids
-from tests.bench.recorded import mooncake, rescaled, weka
-from tests.bench.traces import Prompt, Segment, hashed, length, token_ids, without_sessions
+from deploy.bench import generators
+from deploy.bench.kv_events import hash_ids
+from deploy.bench.recorded import mooncake, rescaled, weka
+from deploy.bench.traces import Prompt, Segment, hashed, length, token_ids, without_sessions
 
 DATA = Path(__file__).with_name("data")
 PROMPTS: list[Prompt] = [

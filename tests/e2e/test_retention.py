@@ -1,6 +1,6 @@
 """What a prefix that prompts share costs the first, second and third of them, by the settings of the prefix cache.
 
-`python -m tests.bench.retention` has the same from vLLM's scheduler alone, for any block size; here it is real nodes,
+`python -m deploy.bench.retention` has the same from vLLM's scheduler alone, for any block size; here it is real nodes,
 and what `pdproxy check` tells of them. Run it with -s to see the table.
 """
 

@@ -12,8 +12,8 @@ import sys
 import httptools
 import uvloop
 
-from tests.bench.node import INFO, TICKET
-from tests.bench.script import MODEL
+from deploy.bench.node import INFO, TICKET
+from deploy.bench.script import MODEL
 from tests.fakes.journal import STREAMS_PATH, comment
 
 _CHOICE = {"index": 0, "message": {"role": "assistant", "content": "a"}, "finish_reason": "stop"}

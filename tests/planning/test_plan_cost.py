@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.bench.plan_cost import pool_of, requests
 from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, Role, Snapshot, State
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
 from pdproxy.planning.cache_aware import CacheAware, Market
@@ -17,7 +18,6 @@ from pdproxy.planning.plan import LEAST_LOADED, Candidates, PlanPolicy
 from pdproxy.planning.plan_types import PlanInput
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.rates import Rates, Work
-from tests.bench.plan_cost import pool_of, requests
 
 MOST_CALLS = 120
 """Python functions that one request's plan and its two legs call."""

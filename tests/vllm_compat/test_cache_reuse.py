@@ -5,12 +5,12 @@ import itertools
 
 import pytest
 
+from deploy.bench.retention import Hits, Setting, measure
 from pdproxy.nodes.cache_reuse import Reuse, reuse
 from pdproxy.nodes.cache_settings import CacheSettings
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.nodes.node import Node, Role
 from pdproxy.planning.prefix_index import PrefixIndex
-from tests.bench.retention import Hits, Setting, measure
 from tests.connector.harness import BLOCK
 from tests.vllm_compat.publishing_node import MODELS, Engine, Model
 

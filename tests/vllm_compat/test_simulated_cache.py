@@ -11,9 +11,9 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from deploy.bench.hybrid_cache import CacheShape, HybridCache
+from deploy.bench.kv_events import hash_ids
 from pdproxy.planning.prefix import Hit
-from tests.bench.hybrid_cache import CacheShape, HybridCache
-from tests.bench.kv_events import hash_ids
 from tests.connector.harness import BLOCK, DENSE, HYBRID, Node, make_node
 
 PROMPTS = 120

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.bench.engines.guidellm import TRIES, LostReportError, answers, scenario, until_reported
-from tests.bench.engines.loads import LOADS, MIXED, ONE, Question, Shape, questions, rows
-from tests.bench.rounds import BenchError
+from deploy.bench.engines.guidellm import TRIES, LostReportError, answers, scenario, until_reported
+from deploy.bench.engines.loads import LOADS, MIXED, ONE, Question, Shape, questions, rows
+from deploy.bench.rounds import BenchError
 
 RECORDED = Path(__file__).parents[1] / "data" / "guidellm.json"
 SHAPE = Shape("recorded", 800, 64)

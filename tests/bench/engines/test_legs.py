@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.bench.engines.legs import FIRST, SHAPE, TO_HAND_OVER, Connection, First, by_hand, compare, through
-from tests.bench.engines.loads import question
-from tests.bench.rounds import BenchError
+from deploy.bench.engines.legs import FIRST, SHAPE, TO_HAND_OVER, Connection, First, by_hand, compare, through
+from deploy.bench.engines.loads import question
+from deploy.bench.rounds import BenchError
 
 TICKET = {"do_remote_prefill": True, "name": "of this very prompt"}
 

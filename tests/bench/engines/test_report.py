@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tests.bench.engines.figures import (
+from deploy.bench.engines.figures import (
     Estimate,
     Metric,
     Round,
@@ -16,12 +16,12 @@ from tests.bench.engines.figures import (
     median_estimate,
     percentile,
 )
-from tests.bench.engines.guidellm import Answer
-from tests.bench.engines.legs import DIRECT
-from tests.bench.engines.loads import LONG, MIXED, ONE, SHORT, USUAL
-from tests.bench.engines.report import BEGIN, END, ahead, behind, losses, plots, text, write
-from tests.bench.engines.results import Results
-from tests.bench.engines.targets import AGGREGATED, PDPROXY, ROUTER
+from deploy.bench.engines.guidellm import Answer
+from deploy.bench.engines.legs import DIRECT
+from deploy.bench.engines.loads import LONG, MIXED, ONE, SHORT, USUAL
+from deploy.bench.engines.report import BEGIN, END, ahead, behind, losses, plots, text, write
+from deploy.bench.engines.results import Results
+from deploy.bench.engines.targets import AGGREGATED, PDPROXY, ROUTER
 
 SLOWER = {AGGREGATED: 1.0, ROUTER: 1.2, PDPROXY: 1.5}
 

@@ -1,0 +1,179 @@
+"""Traces made from a seed: chats, agents, documents, one hot prefix, no reuse. Lengths in tokens, times in seconds."""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+
+from deploy.bench.traces import Prompt, Request, Segment, Trace, from_arrivals
+
+
+class _Writer:
+    """Collects requests; gives each new text a name of its own."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.dice = random.Random(f"{name} {seed}")
+        self._name = name
+        self._names = itertools.count(self.dice.getrandbits(40) << 20)
+        self._requests: list[Request] = []
+
+    def text(self, tokens: float) -> Segment:
+        """New text."""
+        return Segment(next(self._names), max(1, round(tokens)))
+
+    def about(self, tokens: float) -> Segment:
+        """New text of some length around that."""
+        return self.text(self.dice.uniform(0.5, 1.5) * tokens)
+
+    def ask(self, at: float, after: int | None, session: int | None, prompt: Prompt, output: int) -> int:
+        """Add a request; its number."""
+        self._requests.append(Request(at, after, session, prompt, output))
+        return len(self._requests) - 1
+
+    def trace(self) -> Trace:
+        """All of it."""
+        return Trace(self._name, tuple(self._requests))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chat:
+    """Conversations over shared system prompts, which begin within a time, each with its pauses."""
+
+    conversations: int = 36
+    turns: int = 6
+    systems: int = 4
+    system: int = 1300
+    question: int = 300
+    answer: int = 150
+    within: float = 20.0
+    pause: float = 3.0
+
+
+def chat(shape: Chat = Chat(), seed: int = 1, name: str = "chat") -> Trace:
+    """Each turn repeats all before it."""
+    writer = _Writer(name, seed)
+    systems = [writer.text(shape.system) for _ in range(shape.systems)]
+    for number in range(shape.conversations):
+        prompt: Prompt = (systems[number % shape.systems],)
+        at, last = writer.dice.uniform(0, shape.within), None
+        for _ in range(shape.turns):
+            answer = writer.about(shape.answer)
+            prompt = (*prompt, writer.about(shape.question))
+            last = writer.ask(at, last, number, prompt, answer.tokens)
+            prompt, at = (*prompt, answer), writer.dice.expovariate(1 / shape.pause)
+    return writer.trace()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Agents:
+    """Agents with tools: a call's result is added to the context; some calls start sub-agents, which go on from it."""
+
+    agents: int = 16
+    calls: int = 14
+    system: int = 4000
+    kinds: int = 2
+    task: int = 600
+    result: int = 900
+    output: int = 120
+    within: float = 30.0
+    tool: float = 1.0
+    sub_agents: float = 0.12
+    """The chance of a call to start two of them."""
+    sub_calls: int = 4
+
+
+def agents(shape: Agents = Agents(), seed: int = 1, name: str = "agents") -> Trace:
+    """A sub-agent is of its parent's session, as its client's header would say, and is not waited for."""
+    writer = _Writer(name, seed)
+    systems = [writer.text(shape.system) for _ in range(shape.kinds)]
+    for number in range(shape.agents):
+        prompt: Prompt = (systems[number % shape.kinds], writer.about(shape.task))
+        first = writer.dice.uniform(0, shape.within)
+        for call, context in _calls(writer, shape, number, prompt, first, None, shape.calls):
+            if writer.dice.random() < shape.sub_agents:
+                for _ in range(2):
+                    task = (*context, writer.about(shape.task))
+                    wait = writer.dice.expovariate(1 / shape.tool)
+                    for _ in _calls(writer, shape, number, task, wait, call, shape.sub_calls):
+                        pass
+    return writer.trace()
+
+
+def _calls(
+    writer: _Writer, shape: Agents, session: int, prompt: Prompt, at: float, last: int | None, calls: int
+) -> Iterator[tuple[int, Prompt]]:
+    """One call after the other; the number of each, and the context after its result."""
+    for _ in range(calls):
+        said = writer.about(shape.output)
+        last = writer.ask(at, last, session, prompt, said.tokens)
+        prompt = (*prompt, said, writer.about(shape.result))
+        at = writer.dice.expovariate(1 / shape.tool)
+        yield last, prompt
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Documents:
+    """Long texts, each followed by questions of several users."""
+
+    documents: int = 24
+    document: int = 6000
+    questions: int = 6
+    question: int = 80
+    output: int = 80
+    within: float = 45.0
+    gap: float = 4.0
+
+
+def documents(shape: Documents = Documents(), seed: int = 1, name: str = "documents") -> Trace:
+    """Each question is asked by another user, so that no session says which belong together."""
+    writer = _Writer(name, seed)
+    users, asked = itertools.count(), list[Request]()
+    for _ in range(shape.documents):
+        document, at = writer.about(shape.document), writer.dice.uniform(0, shape.within)
+        for _ in range(shape.questions):
+            asked.append(Request(at, None, next(users), (document, writer.about(shape.question)), shape.output))
+            at += writer.dice.expovariate(1 / shape.gap)
+    return from_arrivals(name, asked)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Single:
+    """Prompts that come one by one, after a prefix that all of them share; 0 tokens for none."""
+
+    prefix: int
+    requests: int
+    prompt: int
+    output: int = 60
+    within: float = 30.0
+
+
+def single(shape: Single, seed: int = 1, name: str = "single") -> Trace:
+    """Each of another user."""
+    writer = _Writer(name, seed)
+    shared = (writer.text(shape.prefix),) if shape.prefix else ()
+    times = sorted(writer.dice.uniform(0, shape.within) for _ in range(shape.requests))
+    for number, at in enumerate(times):
+        writer.ask(at, None, number, (*shared, writer.about(shape.prompt)), shape.output)
+    return writer.trace()
+
+
+ALL: Mapping[str, Callable[[int], Trace]] = MappingProxyType(
+    {
+        "chat": lambda seed: chat(seed=seed),
+        "chat-busy": lambda seed: chat(Chat(200, systems=12, within=60.0), seed, "chat-busy"),
+        "agents": lambda seed: agents(seed=seed),
+        "documents": lambda seed: documents(seed=seed),
+        "hot-prefix": lambda seed: single(Single(4000, 300, 400), seed, "hot-prefix"),
+        "no-reuse": lambda seed: single(Single(0, 200, 1800), seed, "no-reuse"),
+    }
+)
+"""The traces of the report for 3 + 2 nodes, each made from a seed."""
+
+LARGE: Mapping[str, Callable[[int], Trace]] = MappingProxyType(
+    {
+        "chat-large": lambda seed: chat(Chat(1500, systems=24, within=20.0), seed, "chat-large"),
+        "agents-large": lambda seed: agents(Agents(200, kinds=6), seed, "agents-large"),
+    }
+)
+"""The traces for 64 + 64 nodes."""

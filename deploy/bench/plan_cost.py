@@ -1,0 +1,109 @@
+"""What one plan costs in a pool of many nodes: ``python -m deploy.bench.plan_cost``.
+
+Each round does what one request does: a snapshot, a plan, a leg on each of the two nodes, and the end of the oldest
+request's legs. With `cache` every prompt is cached on four places of each role, its legs carry their
+tokens, and the paces of half of the nodes are known, and how busy they were. CPU time, the best of several runs.
+"""
+
+import collections
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+from pdproxy.clock import SystemClock
+from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
+from pdproxy.nodes.node import Footprint, Node, Role, hash64
+from pdproxy.nodes.pool import Pool
+from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, Slot
+from pdproxy.planning.plan import PlanPolicy, plan
+from pdproxy.planning.plan_types import PlanInput
+from pdproxy.planning.policies import policy_named
+from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.rates import Rates, Work
+from pdproxy.settings.types import Routing
+
+NODES = (10, 100, 1000)
+IN_FLIGHT = 4
+"""Requests that run at once, for each pair of nodes."""
+ROUNDS, RUNS = 500, 5
+TOKENS, CACHED_ON = 4000, 4
+"""Of a prompt, and the places of each role that have it cached."""
+
+
+def pool_of(nodes: int, slow_start: float = 0.0) -> Pool:
+    """A pool of so many nodes, half of each role, all up."""
+    pool = Pool(SystemClock(), CircuitBreakerConfig(slow_start=slow_start))
+    for number, role in itertools.product(range(nodes // 2), Role):
+        node = Node(f"{role}-{number}", f"http://10.0.0.1:{number}", role, "m", cohort="c")
+        pool.add(node)
+        pool.admit(node)
+    return pool
+
+
+def requests(pool: Pool, policy: PlanPolicy, needs: Callable[[int], PlanInput]) -> Iterator[None]:
+    """One request for each step, without an end."""
+    held = collections.deque[tuple[Slot, Slot]]()
+    most = IN_FLIGHT * len(pool.snapshot().nodes) // 2
+    for turn in itertools.count():
+        chosen = plan(pool.snapshot(), needs(turn), policy, turn)
+        assert chosen.prefill is not None
+        queued = 0 if chosen.decision is None else chosen.decision.computed
+        prefill = pool.acquire(chosen.prefill.name, LegLoad(chosen.prefill_rank, queued) if queued else NO_LOAD)
+        decode = pool.acquire(
+            chosen.decode.name, LegLoad(chosen.decode_rank, 0, Footprint(TOKENS, 1)) if queued else NO_LOAD
+        )
+        held.append((prefill, decode))
+        if len(held) > most:
+            for slot in held.popleft():
+                slot.release()
+        yield
+
+
+def microseconds(steps: Iterator[None]) -> float:
+    """CPU time of a step."""
+    best = float("inf")
+    for _ in range(RUNS):
+        began = time.process_time()
+        collections.deque(itertools.islice(steps, ROUNDS), maxlen=0)
+        best = min(best, time.process_time() - began)
+    return best / ROUNDS * 1e6
+
+
+def a_session(turn: int) -> PlanInput:
+    """A request of one of as many sessions as there are requests."""
+    return PlanInput("m", session=hash64(str(turn)))
+
+
+class CachedPrompts:
+    """Requests whose prompts are cached on some places of a pool."""
+
+    def __init__(self, nodes: int) -> None:
+        rates, half = Rates(), nodes // 2
+        for number in range(0, half, 2):
+            seconds = 0.4 + 0.001 * (number % 7)
+            rates.computed(Work.PREFILL, Place(f"prefill-{number}"), TOKENS, number, number + seconds)
+            rates.took(Work.HAND_OVER, f"decode-{number}", TOKENS, 0.02)
+        self._needs = [self._one(turn, half, rates) for turn in range(2 * half + 1)]
+
+    def __call__(self, turn: int) -> PlanInput:
+        """One of them."""
+        return self._needs[turn % len(self._needs)]
+
+    def _one(self, turn: int, half: int, rates: Rates) -> PlanInput:
+        homes = [(turn * 7 + place) % half for place in range(CACHED_ON)]
+        hits = {Place(f"{role}-{home}"): Hit(TOKENS - 400, TOKENS - 500) for role in Role for home in homes}
+        prefix = PromptHits(TOKENS, HitSource.EVENTS, hits)
+        return PlanInput("m", session=hash64(str(turn)), prefix=prefix, rates=rates)
+
+
+def main() -> None:
+    """Print a line for each policy and size of pool."""
+    for routing, nodes in itertools.product(Routing, NODES):
+        needs = CachedPrompts(nodes) if routing is Routing.CACHE else a_session
+        steps = requests(pool_of(nodes), PlanPolicy(policy_named(routing, 0.0)), needs)
+        collections.deque(itertools.islice(steps, 3 * nodes), maxlen=0)
+        print(f"{routing:13} {nodes:5} nodes: {microseconds(steps):7.1f} us")
+
+
+if __name__ == "__main__":
+    main()
