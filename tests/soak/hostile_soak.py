@@ -7,6 +7,7 @@ path between two of them is cut.
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import random
 import resource
 import time
@@ -32,6 +33,9 @@ HOSTILE = 1 / 20
 """Part of all requests."""
 GRACE = 6.0
 """Seconds for a node that serves again to be found well: the circuit's cool-down, a probe, the preflight."""
+DISTINCT = 200
+"""Requests of one client before it repeats them. What the proxy remembers of prompts is bounded, at more than a soak can
+fill: with new prompts until the end it would grow until the end. With these it has met all within two minutes."""
 LOOK = 0.2
 """Seconds between two looks at the nodes' states and at the process's memory."""
 SERVING = frozenset({State.UP, State.PROBING})
@@ -168,11 +172,13 @@ async def _ask_until(proxy: Process, until: float, seed: int, seen: Seen) -> Non
     client = httpx.AsyncClient(base_url=proxy.clients, timeout=PATIENT, limits=limits)
     async with client, asyncio.TaskGroup() as group:
         for number in range(CLIENTS):
-            group.create_task(_client(client, random.Random(f"{seed}-{number}"), until, seen))
+            group.create_task(_client(client, f"{seed}-{number}", until, seen))
 
 
-async def _client(client: httpx.AsyncClient, dice: random.Random, until: float, seen: Seen) -> None:
+async def _client(client: httpx.AsyncClient, seed: str, until: float, seen: Seen) -> None:
+    numbers = itertools.cycle(range(DISTINCT))
     while time.monotonic() < until:
+        dice = random.Random(f"{seed}-{next(numbers)}")
         if dice.random() < HOSTILE:
             await _be_hostile(client, hostile(dice, MODEL), seen)
         else:

@@ -12,6 +12,8 @@ LONG = float(os.environ.get("HOSTILE_SOAK_SECONDS", "900"))
 SHORT = 20.0
 SETTLED = 120.0
 """Seconds after which the proxy's memory must grow no more. Medians: a look may meet a body of 12 MB."""
+NOISE = 4.0
+"""MiB. A body of 12 MB that is held while others come leaves gaps in the heap."""
 
 
 async def test_short_hostile_soak(tmp_path: Path) -> None:
@@ -28,7 +30,7 @@ async def test_long_hostile_soak(tmp_path: Path) -> None:
     check(seen)
     settled = statistics.median(mib for at, mib in seen.resident if SETTLED < at < 2 * SETTLED)
     at_the_end = statistics.median(mib for at, mib in seen.resident if at > LONG - SETTLED)
-    assert at_the_end < 1.2 * settled, "memory that is never given back"
+    assert at_the_end < settled + NOISE, "memory that is never given back"
 
 
 def check(seen: Seen) -> None:
