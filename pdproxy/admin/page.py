@@ -14,7 +14,8 @@ from pdproxy.admin.incident import Incident, incident
 from pdproxy.admin.nodes import status
 from pdproxy.nodes.node import Snapshot
 from pdproxy.observe.labels import Phase
-from pdproxy.orchestration.in_flight import InFlightRequest, LegFailure, Timeline
+from pdproxy.orchestration.in_flight import LegFailure
+from pdproxy.orchestration.request_record import AnswerRecord
 
 SHOWN = 50
 """Requests in flight that are shown one by one; all are counted."""
@@ -79,28 +80,29 @@ def _incident(context: AdminContext, now: float, pool: Snapshot) -> Incident:
     return incident(now, pool.nodes, pool.bars, not_ready, context.live.recent)
 
 
-def _request(each: InFlightRequest) -> Mapping[str, object]:
-    timeline = each.timeline
+def _request(each: AnswerRecord) -> Mapping[str, object]:
+    first = each.first
     return {
         "id": each.name,
-        "endpoint": each.endpoint,
+        "endpoint": each.path,
         "model": each.model[:_LONGEST_MODEL],
-        "prefill": timeline.nodes.get(Phase.PREFILL, ""),
-        "decode": timeline.nodes.get(Phase.HANDOVER, ""),
-        "phase": timeline.now,
-        "seconds": _seconds(timeline),
+        "prefill": first.nodes.get(Phase.PREFILL, ""),
+        "decode": first.nodes.get(Phase.HANDOVER, ""),
+        "phase": first.phase,
+        "seconds": _seconds(each),
     }
 
 
-def _seconds(timeline: Timeline) -> Mapping[str, float]:
+def _seconds(each: AnswerRecord) -> Mapping[str, float]:
     """By phase; what came before is part of the wait."""
-    spent = {phase: timeline.so_far(phase) for phase in (*_BARS, Phase.QUEUE)}
-    spent[Phase.QUEUE] += timeline.began - timeline.start
+    first = each.first
+    took, (_, began) = first.took(first.clock()), first.phases[0]
+    spent = {phase: took.get(phase, 0.0) for phase in (*_BARS, Phase.QUEUE)}
+    spent[Phase.QUEUE] += began - each.request.arrived
     return {phase.value: round(seconds, 4) for phase, seconds in spent.items()}
 
 
 def _failure(failure: LegFailure, now: float) -> Mapping[str, object]:
-    request = failure.request
     return {
         "ago": round(now - failure.at, 1),
         "id": failure.name,
@@ -108,7 +110,7 @@ def _failure(failure: LegFailure, now: float) -> Mapping[str, object]:
         "node": failure.node,
         "fault": failure.fault,
         "step": failure.step,
-        "outcome": "" if request is None else request.outcome or "on_the_way",
+        "outcome": failure.request.outcome or "on_the_way",
     }
 
 

@@ -78,15 +78,9 @@ def outward(headers: Headers, span: trace.Span) -> Headers:
     return (*kept, ("tracestate", ids.trace_state.to_header())) if ids.trace_state else tuple(kept)
 
 
-def note(facts: Mapping[str, str | int | float]) -> None:
-    """Put facts on the span of the request that is being served, if there is one; their names get a prefix."""
-    span = trace.get_current_span()
-    if span.is_recording():
-        span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
-
-
 def note_event(name: str, facts: Mapping[str, str | int | float]) -> None:
-    """As `note`, as an event of that moment."""
+    """Put an event of this moment on the span of the request that is being served, if there is one; its name and those
+    of the facts get a prefix."""
     span = trace.get_current_span()
     if span.is_recording():
         span.add_event(f"pdproxy.{name}", {f"pdproxy.{fact}": value for fact, value in facts.items()})

@@ -5,10 +5,10 @@ import msgspec
 from pdproxy.legs.calls import PrefillAnswer
 from pdproxy.nodes.node import RANK_HEADER, Node, Role
 from pdproxy.nodes.pool_entry import LegLoad
-from pdproxy.observe.tracing import note
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.orchestration.in_flight import Timeline, predicted
+from pdproxy.orchestration.in_flight import predicted
 from pdproxy.orchestration.prefix_source import RealHit
+from pdproxy.orchestration.request_record import PromptRecord
 from pdproxy.orchestration.resources import HandOver
 from pdproxy.planning.plan_types import Decision, Plan, PlanInput
 from pdproxy.planning.prefix import Place, PromptHits
@@ -29,16 +29,16 @@ class CacheRoute:
 
     __slots__ = (
         "_asked", "_context", "_counted", "_decode_began", "_estimated", "_prefill_began", "_prefix", "_rates",
-        "_sub_request", "_timeline", "plan",
+        "_record", "_sub_request", "plan",
     )  # fmt: skip
 
     def __init__(
-        self, context: OrchestrationContext, sub_request: SubRequest, timeline: Timeline, estimated_tokens: int
+        self, context: OrchestrationContext, sub_request: SubRequest, record: PromptRecord, estimated_tokens: int
     ) -> None:
         self._context = context
         self._rates = context.rates
         self._sub_request = sub_request
-        self._timeline = timeline
+        self._record = record
         self._prefix: PromptHits | None = None
         self._asked = self._counted = False
         self._estimated = estimated_tokens
@@ -64,10 +64,9 @@ class CacheRoute:
         """The request goes there."""
         self.plan = plan
         if plan.decision is not None:
-            self._timeline.decision = plan.decision
+            self._record.decision = plan.decision
             self._context.metrics.planned(plan.decision.reason)
             self._context.in_flight.plans[plan.decision.reason] += 1
-            note(plan.decision.facts())
         if self._context.prefix_source is not None:
             self._context.prefix_source.routed(self._sub_request, plan)
 

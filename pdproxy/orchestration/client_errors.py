@@ -2,7 +2,6 @@
 with one. No internal address is in them."""
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 
 from pdproxy.errors import ClientError, Fault, NodeFault, PdproxyError
@@ -10,7 +9,7 @@ from pdproxy.failures import FAILURE_TABLE, Moment, Step
 from pdproxy.legs.parse import unknown_model
 from pdproxy.nodes.node import Snapshot
 from pdproxy.observe.labels import Leg, Outcome, Rejection
-from pdproxy.orchestration.failure_record import FinalError
+from pdproxy.orchestration.request_record import FinalError
 from pdproxy.planning.plan_types import NoNode, UnknownModel
 from pdproxy.request import Endpoint, Headers, header, write_json
 from pdproxy.response import ProxyResponse
@@ -151,7 +150,7 @@ def answered_with(status: int) -> FinalError:
 def final_error_in_stream(error: BaseException) -> FinalError:
     """For a stream that ends in an error event."""
     shown = error if isinstance(error, ClientError) else _stream_broken_error(error)
-    return dataclasses.replace(final_error_of(shown), status=200)
+    return final_error_of(shown)._replace(status=200)
 
 
 def error_event(endpoint: Endpoint, error: ClientError) -> bytes:

@@ -107,7 +107,7 @@ class FanOut:
         self._relays = [Relay(context, upstream, _ignore_outcome) for upstream in upstreams]
         self._merge = StreamMerge(upstreams[0].sub_request.shape.choices)
         self._gate = asyncio.Semaphore(context.config.fan_out)
-        self._answer = upstreams[0].timeline.answer
+        self._failure = upstreams[0].record.failure
         self._on_finished = on_finished
         self._queue: asyncio.Queue[_Piece] = asyncio.Queue(context.config.fan_out)
         self._tasks: list[asyncio.Task[None]] = []
@@ -155,7 +155,7 @@ class FanOut:
         except (ClientError, UpstreamErrorResponse) as error:
             self.outcome = Outcome.FAILED
             shown = error if isinstance(error, ClientError) else ClientError(502, "A node refused one of the prompts.")
-            self._answer.ended_with(final_error_in_stream(shown))
+            self._failure.ended_with(final_error_in_stream(shown))
             return error_event(Endpoint.COMPLETIONS, shown)
 
     def _take(self, piece: _Piece) -> bytes:

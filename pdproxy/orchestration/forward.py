@@ -14,9 +14,9 @@ from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.observe.labels import Leg, Outcome
 from pdproxy.orchestration.client_errors import cancelled_outcome, final_error, status_outcome, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
-from pdproxy.orchestration.failure_record import FailureRecord
 from pdproxy.orchestration.node_picker import RetryState
 from pdproxy.orchestration.request_queue import Asked
+from pdproxy.orchestration.request_record import FailureRecord
 from pdproxy.orchestration.resources import Admission
 from pdproxy.planning.plan import choose
 from pdproxy.planning.plan_types import NoNode, PlanInput, UnknownModel

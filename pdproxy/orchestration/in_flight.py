@@ -1,21 +1,15 @@
-"""Requests that are being answered, their phases, the last failures, how much caches saved, how long answers are."""
+"""Requests that are being answered, the last failures, how much caches saved, how long answers are."""
 
 import collections
 import dataclasses
 import itertools
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
-from pdproxy.clock import Clock
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.node import Role
-from pdproxy.observe.labels import Affinity, Leg, Move, Outcome, Phase, Prediction, RouteReason
-from pdproxy.observe.metrics import Metrics
-from pdproxy.orchestration.answer_record import AnswerRecord, Route, StreamMove
-from pdproxy.planning.plan_types import Decision
-from pdproxy.request import ClientRequest, Endpoint
+from pdproxy.observe.labels import Leg, Outcome, Prediction, RouteReason
+from pdproxy.orchestration.request_record import AnswerRecord, FailureRecord, RequestRecord, Route
 from pdproxy.usage import Usage
 
 MAX_SHOWN = 65536
@@ -32,76 +26,7 @@ GUESS_COUNTS = 8
 REMEMBERED = 64
 """Answers that the mean is taken over, about."""
 MOST_MODELS = 256
-_AFTER_FIRST_BYTE = frozenset({Phase.DECODE, Phase.TOTAL})
-_NO_AFFINITIES: Mapping[Role, Affinity] = MappingProxyType({})
-
-
-class Timeline:
-    """The phases of one request, one after the other, from the plan on; one that is entered again adds to its time.
-
-    Attributes:
-        start: monotonic seconds when the request arrived.
-        began: when its plan began; it was queued until then.
-        now: the phase that it is in.
-        took: seconds spent in each phase that it has left.
-        nodes: name of the node that works in a phase, where one does.
-        affinities: whether the nodes of the last plan are its session's own, by role; of policies that know sessions.
-        decision: of the last plan, where the policy goes by what is cached.
-        answer: what is recorded of the answer; one for all prompts of a request.
-    """
-
-    __slots__ = (
-        "_clock", "_entered", "_metrics", "affinities", "answer", "began", "decision", "nodes", "now", "start", "took",
-    )  # fmt: skip
-
-    def __init__(self, clock: Clock, metrics: Metrics, arrived: float, answer: AnswerRecord | None = None) -> None:
-        self._clock = clock
-        self._metrics = metrics
-        self.start = arrived
-        self.began = self._entered = clock.now()
-        self.now = Phase.PLAN
-        self.took: dict[Phase, float] = {}
-        self.nodes: dict[Phase, str] = {}
-        self.affinities: Mapping[Role, Affinity] = _NO_AFFINITIES
-        self.decision: Decision | None = None
-        self.answer = AnswerRecord() if answer is None else answer
-
-    def enter(self, phase: Phase, node: str = "") -> None:
-        """The next phase begins."""
-        moment = self._clock.now()
-        self.took[self.now] = self.took.get(self.now, 0.0) + moment - self._entered
-        self.now, self._entered = phase, moment
-        if node:
-            self.nodes[phase] = node
-
-    def first_byte(self) -> None:
-        """The first byte for the client is here; put every phase so far on the metrics."""
-        for phase, seconds in self.took.items():
-            if phase is not Phase.DECODE:
-                self._metrics.phase_took(phase, seconds)
-        self.took[Phase.FIRST_TOKEN] = self._clock.now() - self.start
-
-    def moved(self, move: Move, stall: float) -> None:
-        """A stream went on at another node, after so many seconds without bytes for the client."""
-        self.answer.moves += (StreamMove(move, stall),)
-        self._metrics.stalled(move, stall)
-
-    def end(self) -> None:
-        """The request has ended; put the phase on the metrics that `first_byte` could not know."""
-        self.enter(self.now)
-        self.took[Phase.TOTAL] = self._entered - self.start
-        if Phase.DECODE in self.took:
-            self._metrics.phase_took(Phase.DECODE, self.took[Phase.DECODE])
-
-    def so_far(self, phase: Phase) -> float:
-        """Seconds spent in a phase until now."""
-        running = self._clock.now() - self._entered if phase is self.now else 0.0
-        return self.took.get(phase, 0.0) + running
-
-    def header(self) -> str:
-        """The value of `Server-Timing`, in milliseconds, of the phases up to the first byte."""
-        phases = [(phase, seconds) for phase, seconds in self.took.items() if phase not in _AFTER_FIRST_BYTE]
-        return ", ".join([f"{phase};dur={seconds * 1000:.1f}" for phase, seconds in phases])
+_BAD = frozenset({Outcome.FAILED, Outcome.REJECTED})
 
 
 @dataclasses.dataclass(slots=True)
@@ -171,28 +96,13 @@ class OutputLengths:
         return max(1, round(mean if most is None else min(mean, most)))
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class InFlightRequest:
-    """What is shown of one client request; it has an `outcome` once it has ended.
-
-    Not the request itself: failed legs name theirs for long after it ended, and its body is not to be kept for that.
-    """
-
-    name: str
-    endpoint: Endpoint
-    model: str
-    timeline: Timeline
-    outcome: Outcome | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LegFailure:
+class LegFailure(NamedTuple):
     """A leg that failed, and the next step.
 
     Attributes:
         at: monotonic seconds.
         name: of the sub-request.
-        request: the client's request, with its outcome once it has one; None where it was dropped (`MAX_SHOWN`).
+        request: how its request fared; it has an outcome once that has ended.
     """
 
     at: float
@@ -201,7 +111,7 @@ class LegFailure:
     node: str
     fault: Fault
     step: Step
-    request: InFlightRequest | None = None
+    request: FailureRecord
 
 
 class LegFault(NamedTuple):
@@ -239,18 +149,11 @@ class RecentEnds:
             maxlen=RECENT_MINUTES
         )
 
-    def ended(self, request: ClientRequest, at: float, outcome: Outcome) -> None:
+    def ended(self, request: RequestRecord, at: float, outcome: Outcome) -> None:
         """A request ended at this monotonic second."""
-        self._count(at, outcome)
-        if outcome in (Outcome.FAILED, Outcome.REJECTED):
-            self.bad.append(BadEnd(at, outcome, request.endpoint, request.model[:LONGEST_NAME], request.api_key))
-
-    def turned_away(self, at: float, endpoint: str, key: str) -> None:
-        """A request was refused at this monotonic second, before its body was read or its tokens were left."""
-        self._count(at, Outcome.REJECTED)
-        self.bad.append(BadEnd(at, Outcome.REJECTED, endpoint, "", key))
-
-    def _count(self, at: float, outcome: Outcome) -> None:
+        if outcome in _BAD:
+            end = BadEnd(at, outcome, request.endpoint or "", request.model[:LONGEST_NAME], request.key)
+            self.bad.append(end)
         minute = int(at // 60)
         if not self._minutes or self._minutes[-1][0] < minute:
             self._minutes.append((minute, collections.Counter()))
@@ -263,7 +166,7 @@ class RecentEnds:
 
 
 class InFlightRequests:
-    """All requests in flight; every change is O(1). Clients choose ids, so requests are known by their objects.
+    """All requests in flight; every change is O(1). Clients choose ids, so requests are known by their records.
 
     Attributes:
         cache_stats: since the start, by which node computed.
@@ -273,7 +176,7 @@ class InFlightRequests:
     """
 
     def __init__(self) -> None:
-        self._requests: dict[int, InFlightRequest] = {}
+        self._requests: dict[AnswerRecord, None] = {}
         self._failures: collections.deque[LegFailure] = collections.deque(maxlen=MAX_FAILURES)
         self.cache_stats = {route: CacheStats() for route in Route}
         self.planned_hits = {role: PlannedHits() for role in Role}
@@ -284,35 +187,35 @@ class InFlightRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def begin(self, request: ClientRequest, timeline: Timeline) -> None:
+    def begin(self, request: AnswerRecord) -> None:
         """A request is in flight until `end`."""
         if len(self._requests) >= MAX_SHOWN:
             del self._requests[next(iter(self._requests))]
-        shown = InFlightRequest(request.request_id, request.endpoint, request.model, timeline)
-        self._requests[id(request)] = shown
+        self._requests[request] = None
 
-    def end(self, request: ClientRequest, outcome: Outcome) -> None:
-        """The request has ended."""
-        ended = self._requests.pop(id(request), None)
-        if ended is not None:
-            ended.outcome = outcome
-            self.recent.ended(request, ended.timeline.start + ended.timeline.took.get(Phase.TOTAL, 0.0), outcome)
+    def end(self, request: AnswerRecord, at: float, outcome: Outcome) -> None:
+        """The request ended at this monotonic second; what its legs used is known."""
+        self._requests.pop(request, None)
+        self.recent.ended(request, at, outcome)
+        for prompt in request.prompts:
+            for usage, route in prompt.usages:
+                if route is not None:
+                    self._answered(request, route, usage)
 
-    def answered(self, model: str, route: Route, usage: Usage, choices: int) -> None:
-        """A prompt was answered: so many tokens, in so many choices."""
+    def _answered(self, request: AnswerRecord, route: Route, usage: Usage) -> None:
         if usage.completion:
-            self.output_lengths.seen(model, usage.completion / choices)
+            self.output_lengths.seen(request.model, usage.completion / request.choices)
         self.cache_stats[route].add(usage.prompt or 0, usage.cached or 0)
 
-    def failed(self, request: ClientRequest, failure: LegFailure) -> None:
-        """One of the request's legs failed. A client's own mistake is no failure of ours, and is not kept."""
+    def failed(self, failure: LegFailure) -> None:
+        """A leg failed. A client's own mistake is no failure of ours, and is not kept."""
         if failure.fault is not Fault.CLIENT_ERROR:
-            self._failures.append(dataclasses.replace(failure, request=self._requests.get(id(request))))
+            self._failures.append(failure)
             self.recent.faults.append(LegFault(failure.at, failure.node, failure.fault))
 
-    def newest(self, most: int) -> list[InFlightRequest]:
+    def newest(self, most: int) -> list[AnswerRecord]:
         """The requests that began last, newest first."""
-        return list(itertools.islice(reversed(self._requests.values()), most))
+        return list(itertools.islice(reversed(self._requests), most))
 
     def failures(self) -> list[LegFailure]:
         """The last failures, newest first."""

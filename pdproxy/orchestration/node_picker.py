@@ -15,8 +15,9 @@ from pdproxy.observe.labels import Affinity, Leg, Move, Phase
 from pdproxy.orchestration.cache_route import CacheRoute
 from pdproxy.orchestration.client_errors import final_error, no_node_error, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
-from pdproxy.orchestration.in_flight import LegFailure, Timeline
+from pdproxy.orchestration.in_flight import LegFailure
 from pdproxy.orchestration.request_queue import Asked
+from pdproxy.orchestration.request_record import PromptRecord
 from pdproxy.orchestration.resources import Admission, HandOver
 from pdproxy.planning.cache_aware import CacheAware
 from pdproxy.planning.plan import choose, plan
@@ -156,10 +157,10 @@ class NodePicker:
         no_route: names of nodes that turned out not to know the route of streams that can be resumed.
     """
 
-    def __init__(self, context: OrchestrationContext, sub_request: SubRequest, timeline: Timeline) -> None:
+    def __init__(self, context: OrchestrationContext, sub_request: SubRequest, record: PromptRecord) -> None:
         self._context = context
         self._sub_request = sub_request
-        self._timeline = timeline
+        self._record = record
         request = sub_request.request
         self._fault_reporter = FaultReporter(context.pool, Source(request.request_id, request.api_key, request.session))
         self._broken: dict[Leg, int] = {}
@@ -177,7 +178,7 @@ class NodePicker:
         self._footprint = Footprint(choices * (tokens + answer), choices)
         self.admission = Admission(context.queue, context.clock, Asked.of(sub_request, tokens, choices * answer))
         by_cache = isinstance(context.config.routing_policy, CacheAware)
-        self._cache_route = CacheRoute(context, sub_request, timeline, tokens) if by_cache else None
+        self._cache_route = CacheRoute(context, sub_request, record, tokens) if by_cache else None
 
     async def look_up(self) -> None:
         """Ask what nodes have cached, where the policy goes by that; before the first plan."""
@@ -193,13 +194,13 @@ class NodePicker:
         def begin(standing: Standing) -> Plan | None:
             chosen = self.plan_with_room(standing)
             if chosen is not None:
-                self._timeline.enter(Phase.PLAN)
+                self._record.enter(Phase.PLAN)
                 self._begin_plan(chosen, acquire)
             return chosen
 
         if not self.admission.runs:
             return await self.admission.begin(begin, self._wait)
-        self._timeline.enter(Phase.PLAN)
+        self._record.enter(Phase.PLAN)
         chosen = self.plan()
         self._begin_plan(chosen, acquire)
         return chosen
@@ -210,7 +211,7 @@ class NodePicker:
 
     def _wait(self) -> str:
         """It has to wait; in the queue of this model: adapters and other names of one have the same."""
-        self._timeline.enter(Phase.QUEUE)
+        self._record.enter(Phase.QUEUE)
         model = self._sub_request.request.model
         nodes = (view.node for view in self._context.pool.snapshot().nodes)
         return next((node.model for node in nodes if node.role is Role.DECODE and node.serves(model)), "") or model
@@ -398,7 +399,7 @@ class NodePicker:
         The line of the request's end tells of it, too: as a warning, if the request fails.
         """
         self._context.metrics.leg_failed(leg, fault.fault)
-        self._timeline.answer.leg_failed(leg, node, fault)
+        self._record.failure.leg_failed(leg, node, fault)
         name = self._sub_request.name
         _LOG.info("request %s: %s leg on %s: %s: %s", name, leg, node, fault.fault, fault.detail)
         if not deadline_passed(self._context.clock, self._sub_request.request.deadline):
@@ -406,12 +407,12 @@ class NodePicker:
 
     def record_step(self, leg: Leg, node: str, fault: NodeFault, step: Step) -> None:
         """Show the operator a leg's failure and the step that follows."""
-        failure = LegFailure(self._context.clock.now(), self._sub_request.name, leg, node, fault.fault, step)
-        self._context.in_flight.failed(self._sub_request.request, failure)
+        now, name, failure = self._context.clock.now(), self._sub_request.name, self._record.failure
+        self._context.in_flight.failed(LegFailure(now, name, leg, node, fault.fault, step, failure))
 
     def _record_affinity(self, role: Role, affinity: Affinity | None) -> None:
         if affinity is not None:
-            self._timeline.affinities = {**self._timeline.affinities, role: affinity}
+            self._record.affinities = {**self._record.affinities, role: affinity}
             self._context.metrics.session_routed(role, affinity)
 
     def _plan(self, full: frozenset[str] = frozenset()) -> Plan:

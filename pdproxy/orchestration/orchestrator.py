@@ -1,40 +1,27 @@
-"""Answers client requests with the nodes of the pool: the entry from intake, buffered answers, response headers, and
-what is recorded of a request at its end: its outcome, its log line, its span, its latency."""
+"""Answers client requests with the nodes of the pool: the entry from intake, whole answers, response headers."""
 
-import asyncio
 import functools
-import logging
-import time
-from collections.abc import Mapping, Sequence
-
-from opentelemetry import trace
+from collections.abc import Sequence
 
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.legs.calls import ANSWER_BYTES, outlined_object, raise_if_aborted
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import shape
 from pdproxy.legs.turns import PromptReader
-from pdproxy.observe import gen_ai
-from pdproxy.observe.labels import Outcome, Phase
-from pdproxy.observe.rare_lines import LineBudget
-from pdproxy.observe.request_metrics import OTHER, RequestLabels
+from pdproxy.observe.labels import Outcome
 from pdproxy.orchestration.client_errors import (
-    BUG,
     UpstreamErrorResponse,
     answered_with,
-    cancelled_outcome,
     final_error_in_stream,
     final_error_of,
     outcome_of,
-    shutting_down_error,
-    status_outcome,
 )
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.orchestration.failure_record import FailureRecord
 from pdproxy.orchestration.fanout import FanOut, gather_bounded, merge_answers
 from pdproxy.orchestration.forward import ForwardRequest, forward
-from pdproxy.orchestration.in_flight import Timeline
+from pdproxy.orchestration.recorder import Recorder
 from pdproxy.orchestration.relay import Relay
+from pdproxy.orchestration.request_record import AnswerRecord, RequestRecord, Route, server_timing
 from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json, LegForm, SubRequest, write_json
@@ -43,17 +30,8 @@ from pdproxy.stream.chunks import rewrite_answer
 from pdproxy.transport.port import HttpResponse, read_to_end
 from pdproxy.usage import read_usage
 
-_LOG = logging.getLogger("pdproxy.orchestration.access_log")
-"""By this name operators find the log lines of requests."""
-_LINES = {
-    level: logging.LogRecord(_LOG.name, level, "", 0, "request ended", (), None).__dict__
-    for level in (logging.INFO, logging.WARNING)
-}
-_NODES = (("prefill_node", Phase.PREFILL), ("decode_node", Phase.HANDOVER))
-_MILLISECONDS = {phase: f"{phase}_ms" for phase in Phase}
-_LONGEST_MODEL = 200
-"""Characters of a model's name that a log line shows: a client can send any."""
 _JSON_HEADER = ("content-type", "application/json")
+_ALONE = frozenset({None, Route.LOCAL})
 _GENERATING = {endpoint.value: endpoint for endpoint in Endpoint}
 _STREAM_HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache"))
 _OUTPUT_FIELD = {Endpoint.MESSAGES: "content", Endpoint.RESPONSES: "output"}
@@ -65,141 +43,13 @@ _ANSWER_BROKEN = ClientError(
 )
 
 
-class RequestLog:
-    """Keeps a request in flight until the first call of `end`, which writes its metrics and its log line, and tells the
-    span that was current when it began."""
-
-    def __init__(self, context: OrchestrationContext, request: ClientRequest) -> None:
-        self._context = context
-        self._request = request
-        self._open = True
-        self._labels = RequestLabels(request.endpoint, context.metrics.models.label(request.model), request.stream)
-        self._span = trace.get_current_span()
-        self.timeline = Timeline(context.clock, context.metrics, request.arrived)
-        if self._span.is_recording():
-            self.timeline.answer.traced = True
-            self._name_span()
-        context.in_flight.begin(request, self.timeline)
-
-    def begin(self, prompts: int, choices: int) -> None:
-        """So many prompts, and so many choices for each, are asked for."""
-        answer = self.timeline.answer
-        answer.prompts, answer.choices = prompts, choices
-        if answer.traced:
-            request = self._request
-            self._span.set_attributes(gen_ai.request_attributes(request.body, choices, stream=request.stream))
-
-    def first_byte(self) -> None:
-        """The first byte for the client is here."""
-        self.timeline.first_byte()
-        if self._request.stream:
-            self._context.metrics.server.first_token(self._labels, self.timeline.took[Phase.FIRST_TOKEN])
-
-    def end(self, outcome: Outcome) -> None:
-        """The request has ended."""
-        if not self._open:
-            return
-        self._open = False
-        request, timeline = self._request, self.timeline
-        outcome = cancelled_outcome(request.left) if outcome is Outcome.CLIENT_GONE else outcome
-        timeline.end()
-        self._context.in_flight.end(request, outcome)
-        self._context.metrics.request_ended(request.endpoint, request.model, outcome)
-        self._context.metrics.keys.request_ended(request.api_key, outcome)
-        self._record_latency(outcome)
-        level = logging.INFO
-        if outcome is Outcome.FAILED:
-            level = logging.WARNING
-            self._explain_failure()
-        logged = _LOG.isEnabledFor(level)
-        if logged or timeline.answer.traced:
-            facts = self._facts(outcome)
-            if logged:
-                self._write_line(level, facts)
-            if timeline.answer.traced:
-                self._end_span(outcome, facts)
-
-    def ended_by(self, error: BaseException) -> None:
-        """As `end`, for a request that ends with an error before its answer has begun."""
-        outcome = outcome_of(error, self._request.left)
-        if outcome is not Outcome.CLIENT_GONE:
-            self.timeline.answer.ended_with(final_error_of(error), self._working_node())
-        self.end(outcome)
-
-    def _explain_failure(self) -> None:
-        """A stream that its reader closes before its end, while the client is there: the shutdown cancelled the
-        reader, or a bug ended it, which is logged with its traceback."""
-        answer = self.timeline.answer
-        if answer.failure is None or answer.failure.error is None:
-            task = asyncio.current_task()
-            cancelled = task is not None and task.cancelling()
-            error = shutting_down_error() if cancelled else ClientError(500, "An unexpected failure.", code=BUG)
-            answer.ended_with(final_error_in_stream(error), self._working_node())
-
-    def _working_node(self) -> str:
-        """The node that works on the request, as far as it has come; "" for none."""
-        return self.timeline.nodes.get(self.timeline.now, "")
-
-    def _write_line(self, level: int, facts: Mapping[str, object]) -> None:
-        """As `Logger.info` does with ``extra``, but what all lines have in common is found once, and names are not
-        checked: these are the proxy's own."""
-        request, record = self._request, object.__new__(logging.LogRecord)
-        own = {"created": time.time(), "request_id": request.request_id, "endpoint": f"{request.endpoint}"}
-        record.__dict__ = {**_LINES[level], **own, **facts, "model": request.model[:_LONGEST_MODEL]}
-        _LOG.handle(record)
-
-    def _record_latency(self, outcome: Outcome) -> None:
-        took, server = self.timeline.took, self._context.metrics.server
-        server.ended(self._labels, outcome, took[Phase.TOTAL])
-        if outcome is Outcome.OK and self._request.stream and Phase.FIRST_TOKEN in took:
-            tokens = self.timeline.answer.output_tokens()
-            server.output_tokens(self._labels, tokens, took[Phase.TOTAL] - took[Phase.FIRST_TOKEN])
-
-    def _facts(self, outcome: Outcome) -> dict[str, str | int | float]:
-        """Outcome, nodes, plan, moves, and milliseconds in each phase, by names that say what they are.
-
-        Never a body, a ticket or a key, of a client's or of its session.
-        """
-        timeline = self.timeline
-        facts: dict[str, str | int | float] = {"outcome": f"{outcome}"}
-        for field, phase in _NODES:
-            if phase in timeline.nodes:
-                facts[field] = timeline.nodes[phase]
-        for role, affinity in timeline.affinities.items():
-            facts[f"{role}_session"] = affinity.value
-        if timeline.decision is not None:
-            facts |= timeline.decision.facts()
-        facts |= timeline.answer.facts()
-        for phase, seconds in timeline.took.items():
-            # To tenths; with a number of digits `round` takes five times as long.
-            facts[_MILLISECONDS[phase]] = round(seconds * 10_000) / 10
-        return facts
-
-    def _name_span(self) -> None:
-        """By operation and model, and by the request's id, as the log line."""
-        request, label = self._request, self._labels.model
-        self._span.update_name(gen_ai.span_name(request.endpoint, "" if label == OTHER else label))
-        self._span.set_attributes(gen_ai.operation_attributes(request.endpoint, request.model))
-        self._span.set_attribute("pdproxy.request_id", request.request_id)
-
-    def _end_span(self, outcome: Outcome, facts: Mapping[str, str | int | float]) -> None:
-        self._span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
-        self._span.set_attributes(self.timeline.answer.attributes())
-        if self._request.stream and Phase.FIRST_TOKEN in self.timeline.took:
-            self._span.set_attribute(gen_ai.TIME_TO_FIRST_CHUNK, self.timeline.took[Phase.FIRST_TOKEN])
-        if outcome is not Outcome.OK:
-            self._span.set_attribute(gen_ai.ERROR_TYPE, outcome.value)
-        if outcome is Outcome.FAILED:
-            self._span.set_status(trace.StatusCode.ERROR)
-
-
 class Orchestrator:
     """Answers requests with the nodes of the pool."""
 
     def __init__(self, context: OrchestrationContext, background_tasks: BackgroundTasks) -> None:
         self._context = context
         self._background_tasks = background_tasks
-        self._refusals = LineBudget(context.clock)
+        self._recorder = Recorder(context)
         self._prompts = PromptReader()
 
     async def answer(self, request: ClientRequest) -> ProxyResponse:
@@ -212,15 +62,15 @@ class Orchestrator:
         Raises:
             ClientError: no such model (404), nothing can serve it now (503), all tries failed (502), too late (504).
         """
-        log = RequestLog(self._context, request)
+        record = self._recorder.begin(request)
         try:
-            return await self._answer(request, log)
+            return await self._answer(request, record)
         except UpstreamErrorResponse as error:
-            log.ended_by(error)
-            own = error.response
-            return ProxyResponse(own.status, (*own.headers, *_own_headers(request, log.timeline)), own.body)
+            self._recorder.ended_by(record, error)
+            own, timing = error.response, server_timing(record.took(self._context.clock.now()))
+            return ProxyResponse(own.status, (*own.headers, *_own_headers(record, timing)), own.body)
         except BaseException as error:
-            log.ended_by(error)
+            self._recorder.ended_by(record, error)
             raise
 
     async def forward(self, request: ForwardRequest) -> ProxyResponse:
@@ -229,19 +79,21 @@ class Orchestrator:
         Raises:
             ClientError: as `answer`.
         """
-        failure = FailureRecord()
+        path, endpoint = request.path.partition("?")[0], _GENERATING.get(request.path)
+        record = RequestRecord(request.request_id, path, endpoint, request.model, request.api_key)
+        failure = record.failure
 
         def ended(status: int, outcome: Outcome) -> None:
             broken = outcome is Outcome.FAILED and status < 400
             failure.error = final_error_in_stream(_ANSWER_BROKEN) if broken else answered_with(status)
-            self._forwarded(request, outcome, failure)
+            self._recorder.forwarded(record, outcome)
 
         try:
             return await forward(self._context, request, failure, ended)
         except BaseException as error:
             outcome = outcome_of(error, request.left)
             failure.error = None if outcome is Outcome.CLIENT_GONE else final_error_of(error)
-            self._forwarded(request, outcome, failure)
+            self._recorder.forwarded(record, outcome)
             raise
 
     def check_room(self, key: str) -> None:
@@ -249,23 +101,8 @@ class Orchestrator:
         self._context.queue.check_room(key)
 
     def refused(self, request_id: str, path: str, endpoint: Endpoint | None, key: str, error: ClientError) -> None:
-        """Count and log a request that was refused before it came here; ``key``: the name of its API key, "" for none.
-
-        Strangers can send any number of such: their lines are bounded.
-        """
-        # Here each 429 is the proxy's own; from the orchestrator on, it may be a node's.
-        outcome = Outcome.REJECTED if error.status == 429 else status_outcome(error.status)
-        self._context.metrics.request_ended(endpoint, "", outcome)
-        self._context.metrics.keys.request_ended(key, outcome)
-        if outcome is Outcome.REJECTED:
-            self._context.in_flight.recent.turned_away(self._context.clock.now(), endpoint or "", key)
-        level = logging.WARNING if outcome is Outcome.FAILED else logging.INFO
-        unwritten = self._refusals.take()
-        if unwritten is not None:
-            told = {"request_id": request_id, "endpoint": path, "outcome": f"{outcome}", "key": key}
-            more = {"lines_left_out": unwritten} if unwritten else {}
-            failure = FailureRecord(error=final_error_of(error))
-            _LOG.log(level, "request refused", extra={**told, **failure.facts(), **more})
+        """Count and log a request that was refused before it came here; ``key``: the name of its API key."""
+        self._recorder.refused(RequestRecord(request_id, path, endpoint, "", key), error)
 
     async def expected_tokens(self, request: ClientRequest) -> tuple[int, int]:
         """About how many tokens a request's prompts have, and its answers will have."""
@@ -277,55 +114,39 @@ class Orchestrator:
             answers += form.choices * lengths.expected(model, form.longest)
         return prompt, answers
 
-    def _forwarded(self, request: ForwardRequest, outcome: Outcome, failure: FailureRecord) -> None:
-        endpoint = _GENERATING.get(request.path)
-        self._context.metrics.request_ended(endpoint, request.model, outcome)
-        self._context.metrics.keys.request_ended(request.api_key, outcome)
-        if outcome is not Outcome.OK:
-            level = logging.WARNING if outcome is Outcome.FAILED else logging.INFO
-            own = {"request_id": request.request_id, "endpoint": request.path.partition("?")[0]}
-            told = {"outcome": f"{outcome}", **failure.facts(), "model": request.model[:_LONGEST_MODEL]}
-            _LOG.log(level, "request ended", extra={**own, **told})
-
-    async def _answer(self, request: ClientRequest, log: RequestLog) -> ProxyResponse:
-        upstreams = await self._upstreams(request, log)
+    async def _answer(self, request: ClientRequest, record: AnswerRecord) -> ProxyResponse:
+        upstreams = await self._upstreams(request, record)
         if request.stream:
-            return await self._streamed(request, log, upstreams)
+            return await self._streamed(record, upstreams)
         body = await _buffered_body(upstreams, self._context.config.fan_out)
-        log.first_byte()
-        log.end(Outcome.OK)
-        headers = (_JSON_HEADER, *_own_headers(request, log.timeline), *_route_headers(upstreams, log.timeline))
-        return ProxyResponse(200, headers, body)
+        timing = self._recorder.answered(record)
+        return ProxyResponse(200, (_JSON_HEADER, *_own_headers(record, timing), *_route_headers(record)), body)
 
-    async def _streamed(
-        self, request: ClientRequest, log: RequestLog, upstreams: list[UpstreamRequest]
-    ) -> ProxyResponse:
+    async def _streamed(self, record: AnswerRecord, upstreams: list[UpstreamRequest]) -> ProxyResponse:
+        on_end = functools.partial(self._recorder.end, record)
         single = len(upstreams) == 1
-        stream = Relay(self._context, upstreams[0], log.end) if single else FanOut(self._context, upstreams, log.end)
+        stream = Relay(self._context, upstreams[0], on_end) if single else FanOut(self._context, upstreams, on_end)
         try:
             await stream.start()
         except BaseException:
             await stream.aclose()
             raise
-        log.first_byte()
-        headers = (*_STREAM_HEADERS, *_own_headers(request, log.timeline), *_route_headers(upstreams, log.timeline))
-        return ProxyResponse(200, headers, stream)
+        timing = self._recorder.stream_began(record)
+        return ProxyResponse(200, (*_STREAM_HEADERS, *_own_headers(record, timing), *_route_headers(record)), stream)
 
-    async def _upstreams(self, request: ClientRequest, log: RequestLog) -> list[UpstreamRequest]:
-        """One for each prompt; the first one's phases stand for the request's."""
+    async def _upstreams(self, request: ClientRequest, record: AnswerRecord) -> list[UpstreamRequest]:
+        """One for each prompt."""
         context, endpoint, name = self._context, request.endpoint, request.request_id
         bodies = split(endpoint, request.body)
         upstreams = []
         for index, (body, held) in enumerate(zip(bodies, request.held.parts(bodies), strict=True)):
-            timeline = log.timeline
-            if index:
-                timeline = Timeline(context.clock, context.metrics, request.arrived, log.timeline.answer)
             own_name = f"{name}-{index}" if len(bodies) > 1 else name
             facts = await self._prompts.facts(endpoint, body)
             text = None if context.prefix_source is None else facts.text
             sub_request = SubRequest(request, held, shape(endpoint, body, facts, request.fields), own_name, index, text)
-            upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, timeline))
-        log.begin(len(upstreams), upstreams[0].sub_request.shape.choices)
+            prompt = record.further_prompt() if index else record.first
+            upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, prompt))
+        self._recorder.understood(record, [upstream.sub_request for upstream in upstreams])
         return upstreams
 
 
@@ -345,7 +166,7 @@ async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, 
         usage = read_usage(answer.get("usage"))
         if usage is not None:
             upstream.record_usage(usage)
-        upstream.timeline.answer.was_whole(sub_request.index, answer)
+        upstream.record.was_whole(answer)
     finally:
         await upstream.aclose()
     cached = None if upstream.hand_over is None or upstream.recomputed else upstream.hand_over.answer.cached_tokens
@@ -366,15 +187,15 @@ def _encode(answer: Json) -> bytes:
     return write_json(answer)
 
 
-def _own_headers(request: ClientRequest, timeline: Timeline) -> Headers:
-    return (("x-pdproxy-request-id", request.request_id), ("server-timing", timeline.header()))
+def _own_headers(record: AnswerRecord, timing: str) -> Headers:
+    return (("x-pdproxy-request-id", record.name), ("server-timing", timing))
 
 
-def _route_headers(upstreams: Sequence[UpstreamRequest], timeline: Timeline) -> Headers:
+def _route_headers(record: AnswerRecord) -> Headers:
     """How the answer was computed; `x-pdproxy-recomputed` where it is known in time (not for streams)."""
-    decision = timeline.decision
+    decision, routes = record.first.decision, {prompt.route for prompt in record.prompts}
     why = "" if decision is None else f"; {decision.summary()}"
-    if all(upstream.hand_over is None for upstream in upstreams):
+    if routes <= _ALONE:
         return (("x-pdproxy-route", f"local{why}"),)
     route = ("x-pdproxy-route", f"disaggregated{why}")
-    return (route, ("x-pdproxy-recomputed", "1")) if any(upstream.recomputed for upstream in upstreams) else (route,)
+    return (route, ("x-pdproxy-recomputed", "1")) if Route.RECOMPUTED in routes else (route,)

@@ -63,7 +63,7 @@ class Relay:
         """Wait for the first event; raises as `UpstreamRequest.start`."""
         self._ready = await self._start_on_node()
         self._passed_on_at = self._context.clock.now()
-        self._upstream.timeline.answer.began_with(self._ready)
+        self._upstream.record.began_with(self._ready)
         self._context.metrics.continuable(self._continuity.obstacle)
         self._drop_unneeded_body()
         self.outcome = Outcome.CLIENT_GONE
@@ -224,7 +224,9 @@ class Relay:
         """Where the stream has moved: how long the client got nothing, until now."""
         move, self._moved = self._moved, None
         if move is not None:
-            self._upstream.timeline.moved(move, self._context.clock.now() - self._passed_on_at)
+            stall = self._context.clock.now() - self._passed_on_at
+            self._upstream.record.moved(move, stall)
+            self._context.metrics.stalled(move, stall)
 
     def _end(self) -> bytes:
         """The end of a stream that lacks nothing else."""
@@ -235,7 +237,7 @@ class Relay:
         """The error event, and the end. What is held is given back before the client has read it."""
         held = b"" if self._decode_stream is None else self._decode_stream.flush()
         self._finish(Outcome.FAILED)
-        self._upstream.timeline.answer.ended_with(final_error_in_stream(error), self._upstream.node_name)
+        self._upstream.record.failure.ended_with(final_error_in_stream(error), self._upstream.node_name)
         await self._upstream.aclose()
         return held + stream_error_event(self._sub_request.endpoint, error)
 
@@ -245,7 +247,7 @@ class Relay:
             self._upstream.end_hand_over()
             self._upstream.nodes.stream_ended(self._upstream.node_name)
         self._record_usage()
-        self._upstream.timeline.answer.finished(self._sub_request.index, self._transcript.finish_reasons)
+        self._upstream.record.finish_reasons = self._transcript.finish_reasons
 
     def _record_usage(self) -> None:
         """A leg has ended."""

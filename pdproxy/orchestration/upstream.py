@@ -19,11 +19,10 @@ from pdproxy.nodes.node import Node
 from pdproxy.nodes.outlier import Source
 from pdproxy.observe.labels import Leg, Move, Phase
 from pdproxy.observe.tracing import LegSpan
-from pdproxy.orchestration.answer_record import Route
 from pdproxy.orchestration.client_errors import final_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
-from pdproxy.orchestration.in_flight import Timeline
 from pdproxy.orchestration.node_picker import NodePicker
+from pdproxy.orchestration.request_record import PromptRecord, Route
 from pdproxy.orchestration.resources import (
     BackgroundTasks,
     HandOver,
@@ -51,7 +50,7 @@ class UpstreamRequest:
 
     Attributes:
         hand_over: the ticket of the decode leg, from the moment it is there; None where the decode node computes alone.
-        timeline: of the request, or of one prompt of it.
+        record: of this prompt.
         recomputed: the decode node had a ticket and computed the prompt all the same, as far as its usage shows.
         nodes: which nodes it goes to, and how they did.
     """
@@ -61,15 +60,15 @@ class UpstreamRequest:
         context: OrchestrationContext,
         background_tasks: BackgroundTasks,
         sub_request: SubRequest,
-        timeline: Timeline,
+        record: PromptRecord,
     ) -> None:
         self._context = context
         self._background_tasks = background_tasks
-        self.timeline = timeline
+        self.record = record
         self._life = RequestLifecycle()
         self._decode_node: Node | None = None
         self.sub_request = sub_request
-        self.nodes = NodePicker(context, sub_request, timeline)
+        self.nodes = NodePicker(context, sub_request, record)
         self.resources = HeldResources(context, background_tasks, sub_request)
         self.hand_over: HandOver | None = None
         self.recomputed = False
@@ -148,7 +147,7 @@ class UpstreamRequest:
         hand_over_id = context.new_hand_over_id()
         leg = prefill_body(asked.endpoint, asked.body, hand_over_id, asked.shape.choices)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
-        self.timeline.enter(Phase.PREFILL, node.name)
+        self.record.enter(Phase.PREFILL, node.name)
         load, headers, began = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node), context.clock.now()
         span = begin_leg_span(context, asked, Leg.PREFILL, node)
         try:
@@ -166,7 +165,7 @@ class UpstreamRequest:
             span.end()
         self.nodes.prefilled(node, answer)
         ended, ranks = context.clock.now(), 1 if load.rank is None else node.ranks
-        context.work.append(Prefilled(Place(node.name, load.rank or 0), ranks, self.timeline.start, began, ended))
+        context.work.append(Prefilled(Place(node.name, load.rank or 0), ranks, asked.request.arrived, began, ended))
         return HandOver(hand_over_id, node, answer, ended)
 
     def _begin_decode_span(self, node: Node) -> LegSpan:
@@ -181,12 +180,12 @@ class UpstreamRequest:
         leg = decode_body(asked.body, ticket)
         leg = with_usage(leg) if form.adds_usage else leg
         timeouts = self._context.config.decode_timeouts(self.remaining_seconds())
-        self.timeline.enter(Phase.HANDOVER, node.name)
+        self.record.enter(Phase.HANDOVER, node.name)
         with LegWait(self.resources.slot, self.nodes.possible):
             headers = self.nodes.begin_leg(node)
             with self._begin_decode_span(node):
                 response = await decode(transport, node, asked.endpoint, leg, headers, timeouts, form)
-            self.timeline.enter(Phase.DECODE, node.name)
+            self.record.enter(Phase.DECODE, node.name)
             result = await read_answer(self.resources.hold_response(response))
         self._first_event(node)
         return result
@@ -199,8 +198,7 @@ class UpstreamRequest:
         self.nodes.first_event(node, self.hand_over)
         if self.hand_over is not None:
             self.resources.leg_span.note({"prefill_node": self.hand_over.node.name})
-        if not self.sub_request.index:
-            self.timeline.answer.began(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)
+        self.record.began(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)
 
     def end_hand_over(self) -> None:
         """The decode node needs it no more. Whether one that resumes a stream has read it, nothing tells: of a stream
@@ -213,8 +211,8 @@ class UpstreamRequest:
     def _count_local(self, reason: LocalReason | None) -> None:
         if reason is not None:
             self._context.metrics.planned_local(reason)
-            if self.timeline.answer.route is None and not self.sub_request.index:
-                self.timeline.answer.local_reason = reason
+            if self.record.route is None:
+                self.record.local_reason = reason
 
     def _acquire_decode(self, decode_node: Node) -> Node:
         """Take its slot from the plan on, so that the plans that follow see the load."""
@@ -257,21 +255,16 @@ class UpstreamRequest:
     def record_usage(self, usage: Usage) -> None:
         """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt."""
         self.resources.leg_span.used(usage)
-        asked, answer = self.sub_request, self.timeline.answer
         self.nodes.admission.used((usage.prompt or 0) + (usage.completion or 0))
         if self.resumed:
-            self._count_tokens(usage)
-            answer.used(asked.index, msgspec.structs.replace(usage, cached=None))
+            self.record.used(msgspec.structs.replace(usage, cached=None), None)
             return
         route, cached = self._computed(usage)
-        shown = msgspec.structs.replace(usage, cached=cached)
-        self._count_tokens(shown)
-        self._context.in_flight.answered(asked.request.model, route, shown, asked.shape.choices)
+        self.record.used(msgspec.structs.replace(usage, cached=cached), route)
         self.recomputed = route is Route.RECOMPUTED
         self.nodes.answered(self._decode_node, usage, None if self.recomputed else self.hand_over)
-        answer.used(asked.index, shown)
         if self.recomputed:
-            self._record_recomputed()
+            self._release_recomputed()
         self._record_pace(usage)
         self._record_hand_over(usage)
 
@@ -283,20 +276,11 @@ class UpstreamRequest:
             return Route.RECOMPUTED, usage.cached
         return Route.DISAGGREGATED, self.hand_over.answer.cached_tokens
 
-    def _count_tokens(self, usage: Usage) -> None:
-        """Put them on the metrics, on the account of the key, and on what is left of its rates."""
-        request = self.sub_request.request
-        self._context.metrics.used(request.model, request.api_key, usage)
-        request.on_usage(usage.prompt or 0, usage.completion or 0)
-
-    def _record_recomputed(self) -> None:
+    def _release_recomputed(self) -> None:
         """The decode node computed the prompt again; what it has not read is released."""
         asked, hand_over = self.sub_request, self.hand_over
-        self._context.metrics.recomputed()
         _LOG.warning("request %s: the decode node computed the prompt again", asked.name)
         self.resources.leg_span.note({"recomputed": True})
-        if not asked.index:
-            self.timeline.answer.route = Route.RECOMPUTED
         if hand_over is not None:
             self._background_tasks.release(hand_over.node, asked.request.model, hand_over.hand_over_id, asked.headers)
 
@@ -318,9 +302,9 @@ class UpstreamRequest:
     def _record_pace(self, usage: Usage) -> None:
         """How quickly the tokens of a stream came that ran on one node from its first token to its last."""
         shape, streams = self.sub_request.shape, self._context.pool.active(self.node_name)
-        if shape.stream and usage.completion and not self.timeline.answer.moves and streams:
+        if shape.stream and usage.completion and not self.record.moves and streams:
             tokens = usage.completion // shape.choices
-            self._context.work.append(Decoded(streams, tokens, self.timeline.so_far(Phase.DECODE)))
+            self._context.work.append(Decoded(streams, tokens, self.record.so_far(Phase.DECODE)))
 
     def remaining_seconds(self) -> float:
         """Until the deadline; raises the `ClientError` 504 where it has come."""

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import itertools
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.context import AdminContext
@@ -15,9 +14,8 @@ from pdproxy.nodes.node import Footprint, Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import Leg, Outcome, Phase, Prediction, RouteReason
-from pdproxy.observe.metrics import Metrics
-from pdproxy.orchestration.answer_record import Route
-from pdproxy.orchestration.in_flight import InFlightRequests, LegFailure, Timeline
+from pdproxy.orchestration.in_flight import InFlightRequests, LegFailure
+from pdproxy.orchestration.request_record import AnswerRecord, FailureRecord, RequestRecord, Route
 from pdproxy.planning.demand import Advice, Limit
 from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from tests.fakes.clock import FakeClock
@@ -45,7 +43,6 @@ class SampleState:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.live = InFlightRequests()
-        self._metrics = Metrics(CollectorRegistry())
         self.pool = Pool(self.clock)
         self._add_nodes()
         self._failures()
@@ -90,25 +87,23 @@ class SampleState:
 
     def _requests(self) -> None:
         for name, endpoint, prefill, decode, seconds in ROUTES:
-            request = self._request(name, endpoint)
-            timeline = Timeline(self.clock, self._metrics, self.clock.now())
-            nodes = ("", prefill, decode, decode)
-            for phase, node, spent in zip(PHASES, nodes, seconds, strict=False):
-                timeline.enter(phase, node)
-                timeline.took[phase] = spent
+            until = self.clock.now()
+            record = AnswerRecord.of(self._request(name, endpoint, until - sum(seconds)), self.clock.now)
+            entered = [(phase, until - sum(seconds[place:])) for place, phase in enumerate(PHASES[: len(seconds)])]
+            record.first.phases = entered
+            of_phases = {Phase.PREFILL: prefill, Phase.HANDOVER: decode}
+            record.first.nodes = {phase: node for phase, node in of_phases.items() if node}
             for each in filter(None, (prefill, decode)):
                 self.pool.acquire(each)
-            self.live.begin(request, timeline)
+            self.live.begin(record)
 
-    def _request(self, name: str, endpoint: Endpoint) -> ClientRequest:
-        return ClientRequest(
-            name, endpoint, HeldBody({}), (), MODEL, True, 0, self.clock.now(), self.clock.now() + 600, lambda: True
-        )
+    def _request(self, name: str, endpoint: Endpoint, arrived: float) -> ClientRequest:
+        return ClientRequest(name, endpoint, HeldBody({}), (), MODEL, True, 0, arrived, arrived + 600, lambda: True)
 
     def _hurt(self) -> None:
         """Whom it hits: of a few hundred requests two, of one key."""
         for key, outcome, count in (("alice", Outcome.FAILED, 2), ("bob", Outcome.OK, 410)):
-            request = msgspec.structs.replace(self._request("req-x", Endpoint.CHAT), api_key=key)
+            request = RequestRecord("req-x", Endpoint.CHAT, Endpoint.CHAT, MODEL, key)
             for _ in range(count):
                 self.live.recent.ended(request, self.clock.now(), outcome)
 
@@ -119,8 +114,6 @@ class SampleState:
             ("req-58fa33", Leg.DECODE, "decode-1", Fault.REFUSED, Step.SAME_TICKET, Outcome.OK),
         )
         for name, leg, node, fault, step, outcome in told:
-            request = self._request(name, Endpoint.CHAT)
-            self.live.begin(request, Timeline(self.clock, self._metrics, self.clock.now()))
-            self.live.failed(request, LegFailure(self.clock.now(), name, leg, node, fault, step))
-            self.live.end(request, outcome)
+            ended = FailureRecord(outcome=outcome)
+            self.live.failed(LegFailure(self.clock.now(), name, leg, node, fault, step, ended))
             self.clock.advance(14)

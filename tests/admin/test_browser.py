@@ -12,6 +12,7 @@ from pdproxy.credential import Secret
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Outcome, Prediction, RouteReason
+from pdproxy.orchestration.request_record import AnswerRecord
 from pdproxy.request import Endpoint
 from tests.admin.browser import CHROMIUM, new_page, served
 from tests.admin.reading import text_of
@@ -101,7 +102,8 @@ async def test_whoever_is_hit_is_named(look: Look) -> None:
     for key, number in (("alice", 3), ("bob", 1)):
         for _ in range(number):
             request = cluster.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), api_key=key)
-            cluster.context.in_flight.recent.ended(request, cluster.clock.now(), Outcome.FAILED)
+            record = AnswerRecord.of(request, cluster.clock.now)
+            cluster.context.in_flight.recent.ended(record, cluster.clock.now(), Outcome.FAILED)
     page = await look(context_of(cluster))
     assert text_of(page, "cause").startswith("✕ us: this proxy")
     assert text_of(page, "hit") == "4 failed of 4 requests in 5 minutes"

@@ -9,7 +9,8 @@ from pdproxy.errors import Fault
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, State
 from pdproxy.observe.labels import Outcome
 from pdproxy.orchestration.in_flight import MAX_BAD, LegFault, RecentEnds
-from pdproxy.request import ClientRequest, Endpoint, HeldBody
+from pdproxy.orchestration.request_record import RequestRecord
+from pdproxy.request import Endpoint
 
 NOW = 10_000.0
 PREFILLS, DECODES = ("p0",), ("d0", "d1")
@@ -23,8 +24,8 @@ def view(name: str, state: State = State.UP, ago: float = 3600.0, reason: str = 
 ALL_UP = [view(name) for name in (*PREFILLS, *DECODES)]
 
 
-def request(key: str = "alice", model: str = "m") -> ClientRequest:
-    return ClientRequest("r", Endpoint.CHAT, HeldBody({}), (), model, True, 0, 0.0, 1.0, lambda: True, api_key=key)
+def request(key: str = "alice", model: str = "m") -> RequestRecord:
+    return RequestRecord("r", Endpoint.CHAT, Endpoint.CHAT, model, key)
 
 
 def seen(*, faults: dict[str, list[float]] | None = None, ends: dict[Outcome, list[float]] | None = None) -> RecentEnds:
@@ -133,8 +134,8 @@ def test_who_is_hit_most() -> None:
 
 def test_who_was_turned_away_before_the_request_was_read_is_hit_too() -> None:
     recent = RecentEnds()
-    recent.turned_away(NOW - 3, Endpoint.CHAT, "alice")
-    recent.turned_away(NOW - 2, "", "alice")
+    recent.ended(RequestRecord("r", Endpoint.CHAT, Endpoint.CHAT, "", "alice"), NOW - 3, Outcome.REJECTED)
+    recent.ended(RequestRecord("r", "/v1/embeddings", None, "", "alice"), NOW - 2, Outcome.REJECTED)
     hit = ask(recent=recent).hit
     assert (hit.requests, hit.rejected, hit.keys, hit.models) == (2, 2, [("alice", 2)], [])
     assert hit.endpoints == [("/v1/chat/completions", 1)]

@@ -16,6 +16,7 @@ from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role
 from pdproxy.observe.labels import Leg, Prediction, RouteReason
 from pdproxy.orchestration.in_flight import LegFailure
+from pdproxy.orchestration.request_record import FailureRecord
 from pdproxy.request import Endpoint
 from tests.orchestration.cluster import FakeCluster, read
 from tests.orchestration.prompts import body_for
@@ -85,14 +86,14 @@ async def test_of_very_many_requests_the_newest_are_shown() -> None:
 
 async def test_a_failure_is_shown_with_its_consequence() -> None:
     cluster = FakeCluster(prefills=1, decodes=1)
-    request = cluster.request(Endpoint.CHAT, CHAT, name="r-7")
-    failure = LegFailure(cluster.clock.now(), "r-7", Leg.DECODE, "d0", Fault.STALL, Step.MIGRATE)
-    cluster.context.in_flight.failed(request, failure)
+    failure = LegFailure(cluster.clock.now(), "r-7", Leg.DECODE, "d0", Fault.STALL, Step.MIGRATE, FailureRecord())
+    cluster.context.in_flight.failed(failure)
     cluster.clock.advance(3)
     async with client_of(cluster) as client:
         (shown,) = (await client.get("/ui/state")).json()["failures"]
     assert shown == {
-        "ago": 3.0, "id": "r-7", "leg": "decode", "node": "d0", "fault": "stall", "step": "migrate", "outcome": ""
+        "ago": 3.0, "id": "r-7", "leg": "decode", "node": "d0", "fault": "stall", "step": "migrate",
+        "outcome": "on_the_way",
     }  # fmt: skip
 
 

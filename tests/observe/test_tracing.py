@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.observe.tracing import Message, Receive, Send, TracedApp, note, tracing_of
+from pdproxy.observe.tracing import Message, Receive, Send, TracedApp, note_event, tracing_of
 from pdproxy.request import Headers, header
 from pdproxy.response import Sink
 from pdproxy.settings.model import Otel
@@ -132,11 +132,12 @@ async def test_without_a_client_trace_a_new_one_begins(kept: Kept, tracer: trace
     assert call.attributes["http.response.status_code"] == 200
 
 
-async def test_facts_are_put_on_the_span_of_the_request(kept: Kept, tracer: trace.Tracer) -> None:
-    note({"route_reason": "nobody sees this"})
+async def test_events_are_put_on_the_span_of_the_request(kept: Kept, tracer: trace.Tracer) -> None:
+    note_event("moved", {"to_node": "nobody sees this"})
     with tracer.start_as_current_span("request"):
-        note({"route_reason": "cached", "planned_computed": 400})
-    assert kept.spans[0].attributes == {"pdproxy.route_reason": "cached", "pdproxy.planned_computed": 400}
+        note_event("moved", {"to_node": "d1"})
+    (event,) = kept.spans[0].events
+    assert (event.name, event.attributes) == ("pdproxy.moved", {"pdproxy.to_node": "d1"})
 
 
 async def test_a_call_outside_of_any_trace_leaves_no_span(kept: Kept, tracer: trace.Tracer) -> None:
@@ -174,7 +175,7 @@ async def test_a_request_that_is_not_sampled_is_handled_as_without_tracing(kept:
 
     async def app(scope: Message, receive: Receive, send: Send) -> None:
         seen.append((scope, trace.get_current_span().get_span_context()))
-        note({"route_reason": "nobody sees this"})
+        note_event("moved", {"to_node": "nobody sees this"})
         request = HttpRequest("POST", "http://node:1/v1/completions", (("traceparent", "as it is"),))
         await (await TracedTransport(nodes, provider.get_tracer("test")).send(request, Timeouts())).aclose()
         assert nodes.sent == [request]

@@ -9,9 +9,9 @@ import pytest
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.failures import Step
 from pdproxy.observe.labels import Leg, Outcome, Phase
-from pdproxy.orchestration.answer_record import Route
-from pdproxy.orchestration.failure_record import MOST_TOLD, FailureRecord
-from pdproxy.orchestration.in_flight import MAX_FAILURES, InFlightRequests, LegFailure, OutputLengths, Timeline
+from pdproxy.orchestration.in_flight import MAX_FAILURES, InFlightRequests, LegFailure, OutputLengths
+from pdproxy.orchestration.recorder import Recorder
+from pdproxy.orchestration.request_record import MOST_TOLD, AnswerRecord, FailureRecord, Route
 from pdproxy.request import Endpoint
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.cluster import MODEL, FakeCluster, read
@@ -24,10 +24,10 @@ async def test_a_stream_is_in_flight_until_it_has_ended() -> None:
     cluster = FakeCluster(prefills=1, decodes=1)
     reply = await cluster.orchestrator.answer(cluster.request(Endpoint.CHAT, CHAT))
     (ride,) = cluster.context.in_flight.newest(50)
-    assert (ride.name, ride.timeline.now, ride.outcome) == ("r-1", Phase.DECODE, None)
-    assert ride.timeline.nodes == {Phase.PREFILL: "p0", Phase.HANDOVER: "d0", Phase.DECODE: "d0"}
+    assert (ride.name, ride.first.phase, ride.failure.outcome) == ("r-1", Phase.DECODE, None)
+    assert ride.first.nodes == {Phase.PREFILL: "p0", Phase.HANDOVER: "d0", Phase.DECODE: "d0"}
     await read(reply)
-    assert (len(cluster.context.in_flight), ride.outcome) == (0, Outcome.OK)
+    assert (len(cluster.context.in_flight), ride.failure.outcome) == (0, Outcome.OK)
     await cluster.settle()
 
 
@@ -37,7 +37,7 @@ async def test_a_request_whose_client_leaves_is_no_longer_in_flight() -> None:
     (ride,) = cluster.context.in_flight.newest(50)
     assert not isinstance(reply.body, bytes)
     await reply.body.aclose()
-    assert (len(cluster.context.in_flight), ride.outcome) == (0, Outcome.CLIENT_GONE)
+    assert (len(cluster.context.in_flight), ride.failure.outcome) == (0, Outcome.CLIENT_GONE)
     await cluster.settle()
 
 
@@ -72,7 +72,6 @@ async def test_a_failure_shows_the_outcome_of_its_request(
     last = cluster.context.in_flight.failures()[-1]
     assert (last.name, last.node, last.fault, last.step) == ("r-1", name, Fault.RESET, step)
     assert last.leg is (Leg.PREFILL if name == "p0" else Leg.DECODE)
-    assert last.request is not None
     assert last.request.outcome is outcome
 
 
@@ -85,10 +84,11 @@ async def test_a_clients_own_mistake_is_no_failure() -> None:
 
 def test_the_number_of_failures_is_bounded() -> None:
     cluster, live = FakeCluster(0, 0), InFlightRequests()
-    requests = [cluster.request(Endpoint.CHAT, CHAT, name=f"r-{index}") for index in range(MAX_FAILURES + 5)]
-    for request in requests:
-        live.begin(request, Timeline(cluster.clock, cluster.context.metrics, 0.0))
-        live.failed(request, LegFailure(0.0, request.request_id, Leg.DECODE, "d0", Fault.RESET, Step.FAIL))
+    for index in range(MAX_FAILURES + 5):
+        request = cluster.request(Endpoint.CHAT, CHAT, name=f"r-{index}")
+        record = AnswerRecord.of(request, cluster.clock.now)
+        live.begin(record)
+        live.failed(LegFailure(0.0, record.name, Leg.DECODE, "d0", Fault.RESET, Step.FAIL, record.failure))
     assert [ride.name for ride in live.newest(2)] == ["r-24", "r-23"]
     assert [failure.name for failure in live.failures()][::19] == ["r-24", "r-5"]
 
@@ -155,23 +155,23 @@ def test_the_legs_that_a_line_names_are_bounded() -> None:
     assert str(record.facts()["tried"]).endswith("decode:d7:reset,+5")
 
 
-async def test_the_timeline_is_shown_in_milliseconds() -> None:
+async def test_phases_are_shown_in_milliseconds() -> None:
     cluster = FakeCluster()
-    timeline = Timeline(cluster.clock, cluster.context.metrics, cluster.clock.now() - 1)
+    request = msgspec.structs.replace(cluster.request(Endpoint.CHAT, CHAT), arrived=cluster.clock.now() - 1)
+    recorder = Recorder(cluster.context)
+    record = recorder.begin(request)
     for phase, seconds in ((Phase.PREFILL, 0.5), (Phase.PREFILL, 0.25), (Phase.HANDOVER, 0.25), (Phase.DECODE, 0.125)):
         cluster.clock.advance(seconds)
-        timeline.enter(phase, phase)
-    timeline.first_byte()
+        record.first.enter(phase, phase)
     told = "plan;dur=500.0, prefill;dur=500.0, handover;dur=125.0, first_token;dur=2125.0"
-    assert timeline.header() == told
+    assert recorder.stream_began(record) == told
     assert cluster.count("pdproxy_phase_seconds_count", phase="prefill") == 1
     assert cluster.count("pdproxy_phase_seconds_count", phase="decode") == 0
     cluster.clock.advance(2.0)
-    assert (timeline.so_far(Phase.DECODE), timeline.so_far(Phase.PREFILL)) == (2.0, 0.5)
-    timeline.end()
-    assert timeline.header() == told
+    assert (record.first.so_far(Phase.DECODE), record.first.so_far(Phase.PREFILL)) == (2.0, 0.5)
+    recorder.end(record, Outcome.OK)
     assert cluster.count("pdproxy_phase_seconds_sum", phase="decode") == 2.0
-    assert timeline.took[Phase.TOTAL] == 4.125
+    assert record.took(cluster.clock.now())[Phase.TOTAL] == 4.125
 
 
 def test_the_length_of_answers_is_learned_by_model_and_bounded() -> None:

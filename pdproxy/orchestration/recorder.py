@@ -1,0 +1,222 @@
+"""Tells of requests from their records: log lines, metrics, spans, and the list of requests in flight.
+
+When the first byte of an answer is there, it tells how long each phase took until then. It tells all else once, when
+the request has ended.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from opentelemetry import trace
+
+from pdproxy.errors import ClientError
+from pdproxy.observe import gen_ai
+from pdproxy.observe.labels import Outcome, Phase
+from pdproxy.observe.rare_lines import LineBudget
+from pdproxy.observe.request_metrics import OTHER, RequestLabels
+from pdproxy.orchestration.client_errors import (
+    BUG,
+    cancelled_outcome,
+    final_error_in_stream,
+    final_error_of,
+    outcome_of,
+    shutting_down_error,
+    status_outcome,
+)
+from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.request_record import (
+    AnswerRecord,
+    Facts,
+    RequestRecord,
+    Route,
+    server_timing,
+)
+from pdproxy.request import ClientRequest, SubRequest
+
+_LOG = logging.getLogger("pdproxy.orchestration.access_log")
+"""By this name operators find the log lines of requests."""
+_ENDED, _REFUSED = "request ended", "request refused"
+_LINES = {
+    (level, message): logging.LogRecord(_LOG.name, level, "", 0, message, (), None).__dict__
+    for level in (logging.INFO, logging.WARNING)
+    for message in (_ENDED, _REFUSED)
+}
+_LONGEST_MODEL = 200
+"""Characters of a model's name that a log line shows: a client can send any."""
+_NOT_OF_THE_START = frozenset({Phase.DECODE, Phase.FIRST_TOKEN, Phase.TOTAL})
+
+
+class Recorder:
+    """Makes the record of each request, and tells of it. Nothing here waits."""
+
+    def __init__(self, context: OrchestrationContext) -> None:
+        self._clock = context.clock
+        self._metrics = context.metrics
+        self._in_flight = context.in_flight
+        self._refusals = LineBudget(context.clock)
+
+    def begin(self, request: ClientRequest) -> AnswerRecord:
+        """A request to a generating endpoint is in flight, until its end. Its span is the one that is current now."""
+        span = trace.get_current_span()
+        if not span.is_recording():
+            record = AnswerRecord.of(request, self._clock.now)
+        else:
+            record = AnswerRecord.of(request, self._clock.now, span)
+            self._name_span(span, request)
+        self._in_flight.begin(record)
+        return record
+
+    def _name_span(self, span: trace.Span, request: ClientRequest) -> None:
+        """By operation and model, and by the request's id, as the log line."""
+        label = self._metrics.models.label(request.model)
+        span.update_name(gen_ai.span_name(request.endpoint, "" if label == OTHER else label))
+        span.set_attributes(gen_ai.operation_attributes(request.endpoint, request.model))
+        span.set_attribute("pdproxy.request_id", request.request_id)
+
+    def understood(self, record: AnswerRecord, prompts: Sequence[SubRequest]) -> None:
+        """The request asks for answers to these prompts."""
+        record.choices = prompts[0].shape.choices
+        if record.span is not None:
+            request = record.request
+            asked = gen_ai.request_attributes(request.body, record.choices, stream=request.stream)
+            record.span.set_attributes(asked)
+
+    def stream_began(self, record: AnswerRecord) -> str:
+        """The first byte of a stream is there; returns the value of its `Server-Timing`."""
+        record.first_byte = self._clock.now() - record.request.arrived
+        took = record.took()
+        self._observe_start(took)
+        self._metrics.server.first_token(self._labels(record), record.first_byte)
+        return server_timing(took)
+
+    def answered(self, record: AnswerRecord) -> str:
+        """The answer is there, whole, and the request has ended; returns the value of its `Server-Timing`."""
+        now = self._clock.now()
+        record.first_byte = now - record.request.arrived
+        took = record.took(now)
+        self._observe_start(took)
+        self._end(record, Outcome.OK, took)
+        return server_timing(took)
+
+    def end(self, record: AnswerRecord, outcome: Outcome) -> None:
+        """The request has ended. Later calls do nothing."""
+        if record.failure.outcome is None:
+            self._end(record, outcome, record.took(self._clock.now()))
+
+    def ended_by(self, record: AnswerRecord, error: BaseException) -> None:
+        """As `end`, for a request that ends with an error before its answer has begun."""
+        outcome = outcome_of(error, record.request.left)
+        if outcome is not Outcome.CLIENT_GONE:
+            record.failure.ended_with(final_error_of(error), record.working_node())
+        self.end(record, outcome)
+
+    def forwarded(self, record: RequestRecord, outcome: Outcome) -> None:
+        """A request that one node answers has ended; a line is written where it did not go well."""
+        self._count(record, outcome)
+        if outcome is not Outcome.OK:
+            facts = {"outcome": outcome.value, **record.failure.facts(), "model": record.model[:_LONGEST_MODEL]}
+            _write_line(_level(outcome), _ENDED, record, facts)
+
+    def refused(self, record: RequestRecord, error: ClientError) -> None:
+        """A request was refused before its body was understood, or for what its key has used.
+
+        Strangers can send any number of such: their lines are bounded.
+        """
+        # Here each 429 is the proxy's own; from the orchestrator on, it may be a node's.
+        outcome = Outcome.REJECTED if error.status == 429 else status_outcome(error.status)
+        record.failure.ended_with(final_error_of(error))
+        self._count(record, outcome)
+        if outcome is Outcome.REJECTED:
+            self._in_flight.recent.ended(record, self._clock.now(), outcome)
+        unwritten = self._refusals.take()
+        if unwritten is not None:
+            facts: Facts = {"outcome": outcome.value, "key": record.key, **record.failure.facts()}
+            if unwritten:
+                facts["lines_left_out"] = unwritten
+            _write_line(_level(outcome), _REFUSED, record, facts)
+
+    def _observe_start(self, took: Mapping[Phase, float]) -> None:
+        for phase, seconds in took.items():
+            if phase not in _NOT_OF_THE_START:
+                self._metrics.phase_took(phase, seconds)
+
+    def _end(self, record: AnswerRecord, outcome: Outcome, took: Mapping[Phase, float]) -> None:
+        if outcome is Outcome.CLIENT_GONE:
+            outcome = cancelled_outcome(record.request.left)
+        if outcome is Outcome.FAILED:
+            _explain_failure(record)
+        record.failure.outcome = outcome
+        self._count(record, outcome)
+        self._count_tokens(record)
+        self._observe_end(record, outcome, took)
+        self._in_flight.end(record, record.request.arrived + took[Phase.TOTAL], outcome)
+        level = _level(outcome)
+        logged = _LOG.isEnabledFor(level)
+        if logged or record.span is not None:
+            facts = record.facts(outcome, took)
+            if logged:
+                _write_line(level, _ENDED, record, {**facts, "model": record.model[:_LONGEST_MODEL]})
+            if record.span is not None:
+                _end_span(record.span, record, outcome, facts)
+
+    def _count(self, record: RequestRecord, outcome: Outcome) -> None:
+        self._metrics.request_ended(record.endpoint, record.model, outcome)
+        self._metrics.keys.request_ended(record.key, outcome)
+
+    def _count_tokens(self, record: AnswerRecord) -> None:
+        """Put the tokens of all decode legs on the metrics, and on the account of the key."""
+        for prompt in record.prompts:
+            for usage, route in prompt.usages:
+                self._metrics.used(record.model, record.key, usage)
+                record.request.on_usage(usage.prompt or 0, usage.completion or 0)
+                if route is Route.RECOMPUTED:
+                    self._metrics.recomputed()
+
+    def _observe_end(self, record: AnswerRecord, outcome: Outcome, took: Mapping[Phase, float]) -> None:
+        labels, total, server = self._labels(record), took[Phase.TOTAL], self._metrics.server
+        if Phase.DECODE in took:
+            self._metrics.phase_took(Phase.DECODE, took[Phase.DECODE])
+        server.ended(labels, outcome, total)
+        if outcome is Outcome.OK and record.request.stream and record.first_byte is not None:
+            server.output_tokens(labels, record.output_tokens(), total - record.first_byte)
+
+    def _labels(self, record: AnswerRecord) -> RequestLabels:
+        request = record.request
+        return RequestLabels(request.endpoint, self._metrics.models.label(request.model), request.stream)
+
+
+def _level(outcome: Outcome) -> int:
+    return logging.WARNING if outcome is Outcome.FAILED else logging.INFO
+
+
+def _write_line(level: int, message: str, request: RequestRecord, facts: Facts) -> None:
+    """As `Logger.log` does with ``extra``, but what all lines have in common is found once, and names are not checked:
+    these are the proxy's own."""
+    if _LOG.isEnabledFor(level):
+        line = object.__new__(logging.LogRecord)
+        own = {"created": time.time(), "request_id": request.name, "endpoint": request.path}
+        line.__dict__ = {**_LINES[level, message], **own, **facts}
+        _LOG.handle(line)
+
+
+def _explain_failure(record: AnswerRecord) -> None:
+    """A stream that its reader closes before its end, while the client is there: the shutdown cancelled the reader, or
+    a bug ended it, which is logged with its traceback."""
+    if record.failure.error is None:
+        task = asyncio.current_task()
+        cancelled = task is not None and task.cancelling()
+        error = shutting_down_error() if cancelled else ClientError(500, "An unexpected failure.", code=BUG)
+        record.failure.ended_with(final_error_in_stream(error), record.working_node())
+
+
+def _end_span(span: trace.Span, record: AnswerRecord, outcome: Outcome, facts: Facts) -> None:
+    span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
+    span.set_attributes(record.attributes())
+    if record.request.stream and record.first_byte is not None:
+        span.set_attribute(gen_ai.TIME_TO_FIRST_CHUNK, record.first_byte)
+    if outcome is not Outcome.OK:
+        span.set_attribute(gen_ai.ERROR_TYPE, outcome.value)
+    if outcome is Outcome.FAILED:
+        span.set_status(trace.StatusCode.ERROR)
