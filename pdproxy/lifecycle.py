@@ -48,35 +48,29 @@ class Transition(enum.StrEnum):
     """The answer is complete, failed for good, or the client has gone."""
 
 
-TRANSITIONS = {
-    (RequestState.PLANNING, Transition.PREFILL): RequestState.PREFILLING,
-    (RequestState.PLANNING, Transition.LOCAL): RequestState.HANDING_OVER,
-    (RequestState.PREFILLING, Transition.TICKET): RequestState.HANDING_OVER,
-    (RequestState.PREFILLING, Transition.AGAIN): RequestState.PLANNING,
-    (RequestState.HANDING_OVER, Transition.SAME_TICKET): RequestState.HANDING_OVER,
-    (RequestState.HANDING_OVER, Transition.AGAIN): RequestState.PLANNING,
-    (RequestState.HANDING_OVER, Transition.FIRST_EVENT): RequestState.STREAMING,
-    (RequestState.STREAMING, Transition.MIGRATE): RequestState.PLANNING,
-    **{(state, Transition.END): RequestState.ENDED for state in RequestState},
-}
-"""Every allowed move; any other one raises. Ending is allowed anywhere, and twice."""
-
-
 class IllegalTransition(PdproxyError):
     """A move that the table does not have: always a bug of ours."""
 
 
-class RequestLifecycle:
-    """The state of one request; changes by `move` alone."""
+class _Table(dict[tuple[RequestState, Transition], RequestState]):
+    """The state that follows, by the one before and by what happened; raises `IllegalTransition` for any other move."""
 
-    __slots__ = ("state",)
+    def __missing__(self, key: tuple[RequestState, Transition]) -> RequestState:
+        state, move = key
+        raise IllegalTransition(f"{move} is not a move from {state}")
 
-    def __init__(self) -> None:
-        self.state = RequestState.PLANNING
 
-    def move(self, move: Transition) -> None:
-        """Go on; a move that the table does not have from here is an `IllegalTransition`."""
-        after = TRANSITIONS.get((self.state, move))
-        if after is None:
-            raise IllegalTransition(f"{move} is not a move from {self.state}")
-        self.state = after
+TRANSITIONS = _Table(
+    {
+        (RequestState.PLANNING, Transition.PREFILL): RequestState.PREFILLING,
+        (RequestState.PLANNING, Transition.LOCAL): RequestState.HANDING_OVER,
+        (RequestState.PREFILLING, Transition.TICKET): RequestState.HANDING_OVER,
+        (RequestState.PREFILLING, Transition.AGAIN): RequestState.PLANNING,
+        (RequestState.HANDING_OVER, Transition.SAME_TICKET): RequestState.HANDING_OVER,
+        (RequestState.HANDING_OVER, Transition.AGAIN): RequestState.PLANNING,
+        (RequestState.HANDING_OVER, Transition.FIRST_EVENT): RequestState.STREAMING,
+        (RequestState.STREAMING, Transition.MIGRATE): RequestState.PLANNING,
+        **{(state, Transition.END): RequestState.ENDED for state in RequestState},
+    }
+)
+"""Every allowed move; any other one raises. Ending is allowed anywhere, and twice."""

@@ -5,8 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 
 from opentelemetry.trace import Tracer
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
@@ -18,6 +17,7 @@ from pdproxy.app.files import FileWatcher
 from pdproxy.app.host import HostEnvironment, Secrets, Sources, transports
 from pdproxy.app.kv_events import KvEvents, kv_events
 from pdproxy.app.sizing import SizingWatch
+from pdproxy.background import Background
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
 from pdproxy.intake.auth import OpenRequests
@@ -47,7 +47,6 @@ from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.prefix_source import CombinedSource, PrefixSource
 from pdproxy.orchestration.request_queue import QueueLimits
-from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.demand import Wanted
 from pdproxy.planning.policies import policy_named
@@ -57,8 +56,6 @@ from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.types import FirstHandOver, Routing
 from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,45 +93,45 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     transport = TracedTransport(h1_transport, tracer) if tracer else h1_transport
     rates = Rates()
     texts = TextPrefixSource(pool, clock)
-    events = kv_events(settings, pool, transport, clock, metrics, headers, rates, texts)
+    background = Background(clock, metrics.task_failed, patience=settings.deadlines.release)
+    events = kv_events(settings, pool, transport, clock, metrics, headers, rates, texts, background)
     prefixes = CombinedSource(events.source, texts) if events else texts
     limits = secrets.keys.limits
-    context = _orchestration_context(settings, transport, pool, metrics, clock, prefixes, rates, limits, tracer)
-    background_tasks = BackgroundTasks(context)
-    orchestrator = Orchestrator(context, background_tasks)
+    context = _orchestration_context(
+        settings, transport, pool, metrics, clock, prefixes, rates, limits, tracer, background
+    )
+    orchestrator = Orchestrator(context)
     handler = _request_handler(settings, orchestrator, context, secrets)
     sizing = SizingWatch(context, Wanted(**settings.sizing.model_dump()))
-    test = KnownAnswer(context, background_tasks, headers)
+    test = KnownAnswer(context, headers)
     compares = settings.health.first_hand_over is FirstHandOver.KNOWN_ANSWER
     prover = Prover(pool, test if compares else NothingCompared(test), clock)
     prove = prover.join if compares else functools.partial(warm_up, pool, test)
     proved: Callable[[str], bool] = prover.proved if compares else lambda _: True
-    drainer = Drainer(pool, clock, settings.deadlines.drain, Cohorts(pool, proved).is_needed)
+    drainer = Drainer(pool, clock, background, settings.deadlines.drain, Cohorts(pool, proved).is_needed)
     admin_context = _admin_context(settings, context, drainer, registry, leaving, events, secrets.admin_token)
     admin = admin_app(dataclasses.replace(admin_context, advice=sizing.advice, proved=proved))
     operators = GuardedPort(admin, settings.listen, RefusalLog(metrics.operator_refused))
     outages = OutageLog(clock)
     joiner = Joiner(pool, Preflight(preflight_transport, headers), prove, outages)
     health = HealthCheck(pool, joiner, transport, clock, headers, settings.health.interval, settings.health.timeout)
-    supervisor = TaskSupervisor(clock, metrics)
-    supervisor.keep(Task.HEALTH, health.run)
+    background.keep(Task.HEALTH, health.run)
     if settings.health.silence:
         watch = SilenceWatch(pool, transport, clock, outages, metrics, _silence_config(settings), headers)
-        supervisor.keep(Task.SILENCE, watch.run)
-    supervisor.keep(Task.FILES, files.run)
-    supervisor.keep(Task.SIZING, sizing.run)
-    supervisor.keep(Task.PROOF, prover.run)
+        background.keep(Task.SILENCE, watch.run)
+    background.keep(Task.FILES, files.run)
+    background.keep(Task.SIZING, sizing.run)
+    background.keep(Task.PROOF, prover.run)
     if events is not None:
-        supervisor.keep(Task.EVENTS, events.subscriber.run)
+        background.keep(Task.EVENTS, events.subscriber.run)
     for source in sources.all:
-        supervisor.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
+        background.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
     try:
         api = ApiApp(handler, admin, shown_to_clients(settings.listen.metrics))
         clients = below(for_origins(TracedApp(api, tracer), settings.listen.cors_origins), settings.listen.root_path)
         yield Proxy(clients, operators, leaving, files, registry, RefusedConnections(registry))
     finally:
-        behind = (events.source,) if events else ()
-        for each in (supervisor, sources, drainer, background_tasks, *behind, transport, preflight_transport):
+        for each in (background, sources, transport, preflight_transport):
             await each.aclose()
         if tracing:
             await asyncio.to_thread(tracing.close)
@@ -173,6 +170,7 @@ def _orchestration_context(
     rates: Rates,
     limits: LimitsByKey,
     tracer: Tracer | None,
+    background: Background,
 ) -> OrchestrationContext:
     config = orchestration_config(settings)
     return OrchestrationContext(
@@ -185,6 +183,7 @@ def _orchestration_context(
         prefix_source=source if settings.policy.routing is Routing.CACHE else None,
         key_limits=limits,
         tracer=tracer,
+        background=background,
     )
 
 
@@ -252,41 +251,3 @@ def _admin_context(
         events=events.seen if events else lambda _: EventsSeen.UNKNOWN,
         orchestration=context,
     )
-
-
-class TaskSupervisor:
-    """Runs background tasks until `aclose`; one that ends is started again after a pause, logged and counted.
-
-    It is not taken as the end of the proxy: what ends such a task is most likely something odd that a node or an API
-    sent, which would be sent again after a restart too. Meanwhile running streams and the other nodes are fine, and the
-    circuits go on judging nodes by their legs. ``pause``: in seconds.
-    """
-
-    def __init__(self, clock: Clock, metrics: Metrics, pause: float = 1.0) -> None:
-        self._clock = clock
-        self._metrics = metrics
-        self._pause = pause
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def keep(self, name: Task, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Run work that should never end."""
-        self._tasks.append(asyncio.get_running_loop().create_task(self._run_again_and_again(name, work), name=name))
-
-    async def aclose(self) -> None:
-        """Cancel all."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _run_again_and_again(self, name: Task, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        while True:
-            running = asyncio.get_running_loop().create_task(work(), name=f"{name} itself")
-            try:
-                await asyncio.wait((running,))
-            finally:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
-            why = None if running.cancelled() else running.exception()
-            _LOG.error("%s ended unexpectedly; again in %g s", name, self._pause, exc_info=why)
-            self._metrics.task_failed(name)
-            await self._clock.sleep(self._pause)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pdproxy.background import Background
 from pdproxy.clock import Clock
 from pdproxy.credential import OwnHeaders
 from pdproxy.nodes.cache_advice import EventsSeen
@@ -52,6 +53,7 @@ def kv_events(
     headers: OwnHeaders,
     rates: Rates,
     texts: "TextMemory",
+    background: Background,
 ) -> KvEvents | None:
     """All of it; None where the settings do not ask for it. ``headers``: of the proxy's own requests to nodes."""
     if not _wanted(settings):
@@ -66,7 +68,7 @@ def kv_events(
     token_ids = TokenIds(transport, clock, metrics.events, settings.events.token_ids_seconds, headers)
     return KvEvents(
         EventSubscriber(pool, transport, caches, clock, metrics.events, headers),
-        EventPrefixSource(pool, caches, HashFinder(texts, token_ids, rates), clock, metrics.events),
+        EventPrefixSource(pool, caches, HashFinder(texts, token_ids, rates), clock, metrics.events, background),
         caches,
     )
 

@@ -7,8 +7,9 @@ shorter than a block, where there is one place of each role, or where no place's
 import asyncio
 import dataclasses
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from pdproxy.background import Background
 from pdproxy.clock import Clock
 from pdproxy.events.places import PlaceCaches, SchemeIndex
 from pdproxy.events.prompt_hashes import MOST_TOKENS, HashFinder, Ids, PromptHashes
@@ -47,19 +48,25 @@ class _Prompt:
 
 
 class EventPrefixSource:
-    """Looks prompts up in the index that `EventSubscriber` keeps. No task outlives `aclose`."""
+    """Looks prompts up in the index that `EventSubscriber` keeps."""
 
     def __init__(
-        self, pool: Pool, caches: PlaceCaches, finder: HashFinder, clock: Clock, metrics: EventMetrics
+        self,
+        pool: Pool,
+        caches: PlaceCaches,
+        finder: HashFinder,
+        clock: Clock,
+        metrics: EventMetrics,
+        background: Background,
     ) -> None:
         self._pool = pool
         self._caches = caches
         self._finder = finder
         self._clock = clock
         self._metrics = metrics
+        self._background = background
         self._prompts: dict[int, _Prompt] = {}
         """By the identity of a sub-request, while that lives."""
-        self._running: set[asyncio.Task[None]] = set()
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """What is cached of the prompt; None where nothing is known, or it is not worth its cost. Never raises."""
@@ -88,13 +95,7 @@ class EventPrefixSource:
         self._expect_prompt(prompt.found, plan)
         if prompt.found.ids is Ids.WANTED:
             prompt.found = dataclasses.replace(prompt.found, ids=Ids.NONE)
-            self._run(self._ask_behind(sub_request, prompt))
-
-    async def aclose(self) -> None:
-        """End what nobody waits for."""
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+            self._background.start("token ids", self._ask_behind(sub_request, prompt))
 
     def reads(self, node: str) -> bool:
         """Whether what this node has cached is known from its events, in part at least."""
@@ -164,11 +165,6 @@ class EventPrefixSource:
             hit = Hit(min(hit.attention, prompt.known) // block * block, 0)
         until = self._clock.now() + EXPECTED_SECONDS
         scheme.index.expect(place, hashes, hit, until)
-
-    def _run(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
 
     def _candidates(self, sub_request: SubRequest) -> _Candidates | None:
         """None where there is nothing to choose, nothing is known, or the model is an adapter, or may be."""

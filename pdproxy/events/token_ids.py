@@ -14,13 +14,12 @@ import msgspec
 from pdproxy.clock import Clock
 from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.legs.calls import outgoing_body
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.preflight import exchange
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import IdsOutcome
 from pdproxy.raw_json import TEXT, first_byte, value_of
-from pdproxy.request import Endpoint, Json, SubRequest
+from pdproxy.request import Endpoint, Json, SubRequest, write_json
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 
 MOST_AT_ONCE = 64
@@ -136,7 +135,7 @@ class TokenIds:
             return None
         self._asking += 1
         try:
-            ids = await self._ask(node, outgoing_body(question), self._seconds[waits])
+            ids = await self._ask(node, write_json(question), self._seconds[waits])
         except NodeFault as fault:
             late = fault.fault in _LATE
             self._metrics.token_ids(IdsOutcome.LATE if late else IdsOutcome.FAILED)

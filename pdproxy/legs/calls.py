@@ -8,7 +8,6 @@ import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import is_aborted
-from pdproxy.legs.lax_fields import read_field
 from pdproxy.legs.node_headers import for_client
 from pdproxy.legs.parse import LARGE
 from pdproxy.legs.rewrite import release_body, resume_body
@@ -80,8 +79,10 @@ async def prefill(
     Raises:
         NodeFault: any fault; NO_TICKET where the answer is good and carries no ticket.
     """
-    response = await _post_raw(transport, node, endpoint, outgoing_body(body), headers, timeouts, on_resend)
-    return read_prefill(endpoint, await read_answer(await raise_for_status(response)))
+    return read_prefill(
+        endpoint,
+        await read_answer(await _post(transport, node, endpoint, write_json(body), headers, timeouts, on_resend)),
+    )
 
 
 def read_prefill(endpoint: Endpoint, answer: Json) -> PrefillAnswer:
@@ -106,28 +107,46 @@ async def decode(
     headers: Headers,
     timeouts: Timeouts,
     form: LegForm = LegForm(),  # noqa: B008 - frozen
+    *,
+    stream: bool,
 ) -> HttpResponse:
     """Start the decode leg; ``body`` is from `rewrite.decode_body`. The caller must close the response.
+
+    Args:
+        stream: the body asks for a stream.
 
     Raises:
         NodeFault: any fault up to the head; INVALID_BODY where a stream was asked for and something else came.
     """
-    raw = outgoing_body(body)
-    if form.records:
-        raw = resume_body(raw, form.records)
-    path = f"{STREAMS_PATH}{endpoint}" if form.route is StreamRoute.JOURNALED else endpoint
-    try:
-        response = await raise_for_status(await _post_raw(transport, node, path, raw, headers, timeouts))
-    except NodeFault as fault:
-        if form.route is StreamRoute.JOURNALED and _left_to_endpoint(fault):
-            raise NodeFault(Fault.NO_ROUTE, f"status {fault.status} from {path}", status=fault.status) from fault
-        raise
+    raw = write_json(body)
+    if form.route is StreamRoute.JOURNALED:
+        response = await _open_journaled(transport, node, endpoint, raw, headers, timeouts, form.records)
+    else:
+        response = await _post(transport, node, endpoint, raw, headers, timeouts)
     kind = media_type(response.headers)
-    stream = "stream" in body and bool(read_field(endpoint, body, "stream"))
     if stream == (kind == EVENT_STREAM):
         return response
     await response.aclose()
     raise NodeFault(Fault.INVALID_BODY, f"asked for stream={stream} and got {kind or 'no content type'}")
+
+
+async def _open_journaled(
+    transport: Transport,
+    node: Node,
+    endpoint: Endpoint,
+    body: bytes,
+    headers: Headers,
+    timeouts: Timeouts,
+    records: bytes,
+) -> HttpResponse:
+    """A stream with a journal; one that a node leaves to the endpoint itself is a NO_ROUTE fault."""
+    path = STREAMS_PATH + endpoint
+    try:
+        return await _post(transport, node, path, resume_body(body, records) if records else body, headers, timeouts)
+    except NodeFault as fault:
+        if _left_to_endpoint(fault):
+            raise NodeFault(Fault.NO_ROUTE, f"status {fault.status} from {path}", status=fault.status) from fault
+        raise
 
 
 def _left_to_endpoint(fault: NodeFault) -> bool:
@@ -143,12 +162,11 @@ async def release(
     that do not know the id have nothing to free. ``model`` is any name that the node serves. A fault of one rank is
     raised after all were called; its blocks are freed when the lease ends.
     """
-    body = release_body(model, hand_over_id)
+    body = write_json(release_body(model, hand_over_id))
 
     async def on_rank(rank: Headers) -> None:
         response = await _post(transport, node, Endpoint.COMPLETIONS, body, (*headers, *rank), timeouts)
         try:
-            await raise_for_status(response)
             await read_to_end(response, FAULT_BODY_BYTES)
         finally:
             await response.aclose()
@@ -159,12 +177,6 @@ async def release(
 
 
 async def _post(
-    transport: Transport, node: Node, path: str, body: Json, headers: Headers, timeouts: Timeouts
-) -> HttpResponse:
-    return await _post_raw(transport, node, path, outgoing_body(body), headers, timeouts)
-
-
-async def _post_raw(
     transport: Transport,
     node: Node,
     path: str,
@@ -173,28 +185,19 @@ async def _post_raw(
     timeouts: Timeouts,
     on_resend: Callable[[], None] | None = None,
 ) -> HttpResponse:
-    kept = [field for field in headers if field[0] not in _OF_THE_LEG]
-    leg_headers = (*kept, *_LEG_HEADERS)
+    """The response to a leg; a status that is not 2xx is a fault with a bounded body, and closes the response."""
+    fields = (*[field for field in headers if field[0] not in _OF_THE_LEG], *_LEG_HEADERS)
     if len(body) > LARGE:
         await asyncio.sleep(0)  # to write it as JSON took some milliseconds, and to send it takes some more
-    return await transport.send(HttpRequest("POST", node.url + path, leg_headers, body, on_resend), timeouts)
-
-
-def outgoing_body(body: object) -> bytes:
-    """The bytes of a leg's body."""
-    return write_json(body)
-
-
-async def raise_for_status(response: HttpResponse) -> HttpResponse:
-    """The response if its status is 2xx; any other status is a fault with a bounded body, and closes the response."""
+    response = await transport.send(HttpRequest("POST", node.url + path, fields, body, on_resend), timeouts)
     if 200 <= response.status < 300:
         return response
     try:
-        body = await _bounded(response)
+        shown = await _bounded(response)
     finally:
         await response.aclose()
-    fault, headers = fault_of(response.status, response.headers), for_client(response.headers)
-    raise NodeFault(fault, f"status {response.status}", status=response.status, body=body, headers=headers)
+    fault, kept = fault_of(response.status, response.headers), for_client(response.headers)
+    raise NodeFault(fault, f"status {response.status}", status=response.status, body=shown, headers=kept)
 
 
 def fault_of(status: int, headers: Headers) -> Fault:

@@ -7,7 +7,7 @@ before, during and after the leg. It must be unguessable, and each leg gets a ne
 import msgspec
 
 from pdproxy.raw_json import value_of
-from pdproxy.request import Endpoint, Json
+from pdproxy.request import Endpoint, Json, LegForm
 
 DROPPED = frozenset(
     {
@@ -78,14 +78,17 @@ def release_body(model: str, hand_over_id: str) -> dict[str, object]:
     return {"model": model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"pdproxy_release": hand_over_id}}
 
 
-def decode_body(body: Json, ticket: msgspec.Raw | None) -> dict[str, object]:
-    """What the client sent, with the ticket. Without one the decode node computes the prompt."""
-    return dict(body) if ticket is None else {**body, "kv_transfer_params": ticket}
+def decode_body(body: Json, ticket: msgspec.Raw | None, form: LegForm = LegForm()) -> dict[str, object]:  # noqa: B008
+    """What the client sent, with the ticket. Without one the decode node computes the prompt.
 
-
-def with_usage(leg: Json) -> dict[str, object]:
-    """A decode leg's body that asks for the usage event too; one without ``stream_options`` of its own."""
-    return {**leg, "stream_options": {"include_usage": True}}
+    Where the form adds the usage event, the body must have no ``stream_options`` of its own.
+    """
+    leg = dict(body)
+    if ticket is not None:
+        leg["kv_transfer_params"] = ticket
+    if form.adds_usage:
+        leg["stream_options"] = {"include_usage": True}
+    return leg
 
 
 def resume_body(body: bytes, records: bytes) -> bytes:

@@ -6,6 +6,7 @@ import enum
 import logging
 from collections.abc import Callable, Coroutine
 
+from pdproxy.background import Background
 from pdproxy.clock import Clock, first_of
 from pdproxy.nodes.pool import BY_OPERATOR, Pool, UnknownNode
 
@@ -21,7 +22,7 @@ class AfterDrain(enum.Enum):
 
 
 class Drainer:
-    """Owns the tasks that watch over drains; `aclose` ends them.
+    """Watches over drains in the background.
 
     Args:
         grace: seconds for streams to move elsewhere after the deadline.
@@ -29,11 +30,17 @@ class Drainer:
     """
 
     def __init__(
-        self, pool: Pool, clock: Clock, grace: float = 30.0, is_needed: Callable[[str], bool] = lambda _: False
+        self,
+        pool: Pool,
+        clock: Clock,
+        background: Background,
+        grace: float = 30.0,
+        is_needed: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._pool = pool
         self._is_needed = is_needed
         self._clock = clock
+        self.background = background
         self._grace = grace
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -52,7 +59,7 @@ class Drainer:
 
     def _run(self, name: str, watch: Coroutine[None, None, None]) -> None:
         self.stop(name)
-        task = asyncio.get_running_loop().create_task(watch)
+        task = self.background.start(f"drain of {name}", watch)
         self._tasks[name] = task
         task.add_done_callback(lambda done: self._forget(name, done))
 
@@ -61,13 +68,6 @@ class Drainer:
         task = self._tasks.pop(name, None)
         if task is not None:
             task.cancel()
-
-    async def aclose(self) -> None:
-        """End all."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drain(self, name: str, seconds: float, after: AfterDrain) -> None:
         try:

@@ -112,7 +112,9 @@ class Pool:
         if entry is None:
             return
         now = entry.progressed_at = self._clock.now()
-        entry.records[leg].began()
+        record = entry.records[leg]
+        if record.row:
+            record.began()
         if entry.circuit.state is CircuitState.CLOSED and not entry.circuit.openings:
             return  # as nearly always: nothing that a leg that goes well could change
         before = self._refresh(entry, now).circuit

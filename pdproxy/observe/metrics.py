@@ -313,7 +313,7 @@ class Metrics:
         """Count a probe of a node from whose legs nothing came."""
         self._silences.labels(role, outcome).inc()
 
-    def task_failed(self, task: Task) -> None:
+    def task_failed(self, task: str) -> None:
         """Count a background task that ended unexpectedly."""
         self._tasks.labels(task).inc()
 

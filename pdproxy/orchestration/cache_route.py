@@ -6,10 +6,10 @@ from pdproxy.legs.calls import PrefillAnswer
 from pdproxy.nodes.node import RANK_HEADER, Node, Role
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.hand_over import HandOver
 from pdproxy.orchestration.in_flight import predicted
 from pdproxy.orchestration.prefix_source import RealHit
 from pdproxy.orchestration.request_record import PromptRecord
-from pdproxy.orchestration.resources import HandOver
 from pdproxy.planning.plan_types import Decision, Plan, PlanInput
 from pdproxy.planning.prefix import Place, PromptHits
 from pdproxy.planning.rates import Work

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from opentelemetry.trace import Tracer
 
+from pdproxy.background import Background
 from pdproxy.clock import Clock
 from pdproxy.legs.calls import new_hand_over_id
 from pdproxy.nodes.pool import Pool
@@ -114,6 +115,7 @@ class OrchestrationContext:
         prefix_source: what nodes have cached; None where the policy does not ask.
         key_limits: what each API key may have.
         tracer: makes the spans of legs; None without tracing.
+        background: work that outlives a request, such as releases.
     """
 
     transport: Transport
@@ -131,6 +133,7 @@ class OrchestrationContext:
     )
     key_limits: LimitsByKey = dataclasses.field(default_factory=LimitsByKey)
     tracer: Tracer | None = None
+    background: Background = dataclasses.field(default_factory=Background)
     queue: RequestQueue = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

@@ -12,12 +12,12 @@ from pdproxy.legs.node_headers import for_client
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.observe.labels import Leg, Outcome
+from pdproxy.orchestration.admission import Admission
 from pdproxy.orchestration.client_errors import cancelled_outcome, final_error, status_outcome, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
-from pdproxy.orchestration.node_picker import RetryState
+from pdproxy.orchestration.failed_legs import FailedLegs
 from pdproxy.orchestration.request_queue import Asked
 from pdproxy.orchestration.request_record import FailureRecord
-from pdproxy.orchestration.resources import Admission
 from pdproxy.planning.plan import choose
 from pdproxy.planning.plan_types import NoNode, PlanInput, UnknownModel
 from pdproxy.request import Headers, HeldBody, header
@@ -90,12 +90,13 @@ async def _forward(
     ended: Callable[[int, Outcome], None],
 ) -> ProxyResponse:
     excluded: frozenset[str] = frozenset()
-    retry_state = RetryState(context, {})
+    source = Source(request.request_id, request.api_key)
+    failed = FailedLegs(context.pool, context.config, context.metrics, source)
     while True:
         try:
             node = _choose(context, request.model, excluded)
         except NoNode as error:
-            raise retry_state.no_node_left(error) from error
+            raise failed.no_node_left(error) from error
         async with contextlib.AsyncExitStack() as leg:
             try:
                 failure.node = node.name
@@ -107,7 +108,7 @@ async def _forward(
                 excluded |= {node.name}
                 failure.leg_failed(Leg.FORWARD, node.name, fault)
                 _record_fault(context, node, fault, request)
-                step = retry_state.next_step(Leg.FORWARD, fault)
+                step = failed.next_step(Leg.FORWARD, fault)
                 if step is not Step.OTHER_NODE:
                     raise final_error(Leg.FORWARD, Moment.OPENING, step, fault) from fault
                 continue

@@ -36,7 +36,6 @@ from pdproxy.legs.calls import (
     NOTHING_HELD,
     decode,
     json_object,
-    outgoing_body,
     prefill,
     raise_if_aborted,
     read_answer,
@@ -48,9 +47,9 @@ from pdproxy.nodes.proof import ProofResult
 from pdproxy.observe.labels import Proof
 from pdproxy.orchestration.answers_agree import Comparison, ScoredAnswer, compare
 from pdproxy.orchestration.context import OrchestrationContext
+from pdproxy.orchestration.hand_over import release_later
 from pdproxy.orchestration.known_answer_prompt import SAMPLE_LINES, plain_ids, prompt_tokens, question, up_to_boundary
-from pdproxy.orchestration.resources import BackgroundTasks
-from pdproxy.request import Endpoint, Json
+from pdproxy.request import Endpoint, Json, write_json
 from pdproxy.transport.port import HttpRequest, Timeouts
 from pdproxy.usage import read_usage
 
@@ -107,12 +106,10 @@ class KnownAnswer:
     def __init__(
         self,
         context: OrchestrationContext,
-        background_tasks: BackgroundTasks,
         headers: OwnHeaders = no_headers,
         seeds: Iterator[int] | None = None,
     ) -> None:
         self._context = context
-        self._background_tasks = background_tasks
         self._headers = headers
         self._seeds = seeds or itertools.count()
 
@@ -231,7 +228,7 @@ class KnownAnswer:
 
     async def _tokenized(self, pair: _Pair, node: Node, body: Json) -> tuple[int, bytes]:
         headers = (*self._headers(), ("content-type", "application/json"))
-        request = HttpRequest("POST", f"{node.url}/tokenize", headers, outgoing_body(body))
+        request = HttpRequest("POST", f"{node.url}/tokenize", headers, write_json(body))
         with _unanswered_on_fault(f"{node.name} did not answer"):
             return await exchange(self._context.transport, request, self._timeouts(pair))
 
@@ -260,7 +257,7 @@ class KnownAnswer:
             held = usage is not None and usage.recomputed(pair.prefill.tail_tokens)
         finally:
             if held or len(copies) > 1:
-                self._background_tasks.release(pair.prefill, pair.prefill.model, hand_over_id, self._headers())
+                release_later(self._context, pair.prefill, pair.prefill.model, hand_over_id, self._headers())
         if held:
             raise Unanswered(
                 f"{pair.decode.name} computed the prompt itself though it had a ticket of {pair.prefill.name}: its log,"
@@ -271,7 +268,7 @@ class KnownAnswer:
     async def _decode(self, pair: _Pair, body: Json, ticket: msgspec.Raw | None, endpoint: Endpoint) -> Json:
         leg = decode_body(body, ticket)
         transport, timeouts = self._context.transport, self._timeouts(pair)
-        response = await decode(transport, pair.decode, endpoint, leg, self._headers(), timeouts)
+        response = await decode(transport, pair.decode, endpoint, leg, self._headers(), timeouts, stream=False)
         answer = await read_answer(response)
         raise_if_aborted(endpoint, answer)
         return answer

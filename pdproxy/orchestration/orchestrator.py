@@ -22,7 +22,6 @@ from pdproxy.orchestration.forward import ForwardRequest, forward
 from pdproxy.orchestration.recorder import Recorder
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.request_record import AnswerRecord, RequestRecord, Route, server_timing
-from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json, LegForm, SubRequest, write_json
 from pdproxy.response import ProxyResponse
@@ -46,9 +45,8 @@ _ANSWER_BROKEN = ClientError(
 class Orchestrator:
     """Answers requests with the nodes of the pool."""
 
-    def __init__(self, context: OrchestrationContext, background_tasks: BackgroundTasks) -> None:
+    def __init__(self, context: OrchestrationContext) -> None:
         self._context = context
-        self._background_tasks = background_tasks
         self._recorder = Recorder(context)
         self._prompts = PromptReader()
 
@@ -145,7 +143,7 @@ class Orchestrator:
             text = None if context.prefix_source is None else facts.text
             sub_request = SubRequest(request, held, shape(endpoint, body, facts, request.fields), own_name, index, text)
             prompt = record.further_prompt() if index else record.first
-            upstreams.append(UpstreamRequest(context, self._background_tasks, sub_request, prompt))
+            upstreams.append(UpstreamRequest(context, sub_request, prompt))
         self._recorder.understood(record, [upstream.sub_request for upstream in upstreams])
         return upstreams
 

@@ -19,7 +19,7 @@ from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
 from pdproxy.orchestration.continuity import Continuity
 from pdproxy.orchestration.decode_stream import DecodeStream, UsageEventFilter
 from pdproxy.orchestration.journaled_stream import JournaledStream
-from pdproxy.orchestration.resources import node_down_fault
+from pdproxy.orchestration.leg_wait import node_down_fault
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.raw_json import value_of
 from pdproxy.request import Endpoint, SubRequest
@@ -97,7 +97,7 @@ class Relay:
 
     async def _start_on_node(self) -> bytes:
         first_event = await self._upstream.start(self._continuity.new_form, self._read_first_event)
-        self._upstream.resources.slot.on_node_down(self._on_node_down)
+        self._upstream.on_node_down(self._on_node_down)
         return first_event
 
     async def _read_first_event(self, response: HttpResponse) -> bytes:
@@ -153,7 +153,7 @@ class Relay:
         """Active health gave the node up: abort the leg, but only where the stream can go on elsewhere."""
         if not self._node_down and self._move_now() is not None:
             self._node_down = True
-            self._upstream.resources.abort_decode_leg()
+            self._upstream.abort_decode_leg()
 
     def _move_now(self) -> Move | None:
         """How the stream would move if it left its node now; None where it cannot, need not, or has nowhere to go."""
@@ -167,11 +167,11 @@ class Relay:
         if piece:
             if self._moved is not None:
                 self._record_move()
-                self._upstream.nodes.went_on()
+                self._upstream.went_on()
             self._passed_on_at = now
         if now >= self._progress_due:
             self._progress_due = now + PROGRESS_SECONDS
-            self._upstream.resources.progress()
+            self._upstream.progress()
             self._drop_unneeded_body()
         return not self._leaving.is_set()
 
@@ -182,8 +182,7 @@ class Relay:
 
     async def _on_fault(self, decode_stream: DecodeStream, fault: NodeFault) -> bytes:
         """The node failed in the middle of its answer."""
-        self._upstream.resources.leg_span.failed(fault.fault)
-        broken = self._upstream.nodes.broke_off(self._upstream.node_name, fault)
+        broken = self._upstream.broke_off(fault)
         move = self._continuity.possible_move(self._upstream.node_name)
         if self._transcript.finished and (move is None or self._continuity.complete):
             return decode_stream.flush() + self._end()
@@ -195,7 +194,7 @@ class Relay:
         )
         step = decide(Leg.DECODE, Moment.STREAMING, fault.fault, options)
         self._context.metrics.step_taken(Leg.DECODE, fault.fault, step)
-        self._upstream.nodes.record_step(Leg.DECODE, self._upstream.node_name, fault, step)
+        self._upstream.show_broken_stream(fault, step)
         return await (self._migrate(move) if step is Step.MIGRATE and move is not None else self._fail(fault))
 
     async def _migrate(self, move: Move) -> bytes:
@@ -244,8 +243,7 @@ class Relay:
     def _finish(self, outcome: Outcome) -> None:
         self._done, self.outcome = True, outcome
         if outcome is Outcome.OK:
-            self._upstream.end_hand_over()
-            self._upstream.nodes.stream_ended(self._upstream.node_name)
+            self._upstream.stream_ended()
         self._record_usage()
         self._upstream.record.finish_reasons = self._transcript.finish_reasons
 

@@ -1,7 +1,12 @@
-"""One prompt's way through plan, prefill and decode, with its retries, up to a decode leg that answers.
+"""One prompt's way through the nodes: plan, prefill leg, ticket, decode leg, and what is tried when one of them fails.
 
-The decode leg goes out once there is a ticket, and carries it. Everything that the request holds meanwhile is in
-`HeldResources`: `aclose` gives it back, whenever it is called.
+::
+
+    start ─ plan ─ prefill leg ─ ticket ─ decode leg ─ first event ──► the answer is read (`relay`, `orchestrator`)
+             ▲  └── computes alone ──────────┘ │                           │
+             └──── a leg failed: the failure ──┴── table decides ──────────┘ the stream moves (`leave_node`, `start`)
+
+    aclose   gives all of it back, whenever it is called: slots, response, hand-over, place in the queue
 """
 
 import logging
@@ -9,27 +14,26 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
+from opentelemetry import trace
 
 from pdproxy.errors import NodeFault
 from pdproxy.failures import Moment, Step
-from pdproxy.legs.calls import decode, prefill, prompt_digest
-from pdproxy.legs.rewrite import decode_body, prefill_body, with_usage
-from pdproxy.lifecycle import IllegalTransition, RequestLifecycle, Transition
+from pdproxy.legs.calls import NOTHING_HELD, decode, prefill, prompt_digest
+from pdproxy.legs.rewrite import decode_body, prefill_body
+from pdproxy.lifecycle import TRANSITIONS, IllegalTransition, RequestState, Transition
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.outlier import Source
+from pdproxy.nodes.pool_entry import Slot
 from pdproxy.observe.labels import Leg, Move, Phase
-from pdproxy.observe.tracing import LegSpan
+from pdproxy.observe.tracing import NO_LEG_SPAN, LegSpan, leg_span
 from pdproxy.orchestration.client_errors import final_error
-from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
+from pdproxy.orchestration.context import OrchestrationContext, deadline_passed, remaining_seconds
+from pdproxy.orchestration.failed_legs import FailedLegs
+from pdproxy.orchestration.hand_over import HandOver, release_later
+from pdproxy.orchestration.in_flight import LegFailure
+from pdproxy.orchestration.leg_wait import LegWait
 from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.orchestration.request_record import PromptRecord, Route
-from pdproxy.orchestration.resources import (
-    BackgroundTasks,
-    HandOver,
-    HeldResources,
-    LegWait,
-    begin_leg_span,
-)
 from pdproxy.planning.demand import Decoded, Prefilled
 from pdproxy.planning.prefix import Place
 from pdproxy.request import Endpoint, LegForm, LocalReason, SubRequest
@@ -52,27 +56,35 @@ class UpstreamRequest:
         hand_over: the ticket of the decode leg, from the moment it is there; None where the decode node computes alone.
         record: of this prompt.
         recomputed: the decode node had a ticket and computed the prompt all the same, as far as its usage shows.
-        nodes: which nodes it goes to, and how they did.
+        nodes: which nodes it goes to.
+        leg_span: of the decode leg; ended with it.
     """
 
-    def __init__(
-        self,
-        context: OrchestrationContext,
-        background_tasks: BackgroundTasks,
-        sub_request: SubRequest,
-        record: PromptRecord,
-    ) -> None:
+    def __init__(self, context: OrchestrationContext, sub_request: SubRequest, record: PromptRecord) -> None:
+        request = sub_request.request
         self._context = context
-        self._background_tasks = background_tasks
-        self.record = record
-        self._life = RequestLifecycle()
-        self._decode_node: Node | None = None
         self.sub_request = sub_request
-        self.nodes = NodePicker(context, sub_request, record)
-        self.resources = HeldResources(context, background_tasks, sub_request)
+        self.record = record
+        source = Source(request.request_id, request.api_key, request.session)
+        self._failed = FailedLegs(context.pool, context.config, context.metrics, source)
+        self.nodes = NodePicker(context, sub_request, record, self._failed)
+        self._state = RequestState.PLANNING
+        self._move: Move | None = None
+        self._decode_node: Node | None = None
         self.hand_over: HandOver | None = None
         self.recomputed = False
-        self._move: Move | None = None
+        self.leg_span: LegSpan = NO_LEG_SPAN
+        # What it holds, beside its place in the queue.
+        self._slot: Slot | None = None
+        """On the decode node."""
+        self._response: HttpResponse | None = None
+        """Of the decode leg."""
+        self._unread: tuple[Node, str] | None = None
+        """A prefill node, and the id of the hand-over that it may hold."""
+        self._sent_twice = False
+        """That prefill leg went out a second time: the node may hold blocks for each of the two."""
+
+    # -- up to the answer
 
     async def start(self, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
         """Send the request to the nodes; what ``read_answer`` makes of the answer.
@@ -90,150 +102,172 @@ class UpstreamRequest:
             except NodeFault as fault:
                 node = await self._after_failed_decode(node, fault)
 
-    async def _after_failed_decode(self, node: Node, fault: NodeFault) -> Node:
-        """The decode node for the next try."""
-        self.resources.leg_span.failed(fault.fault)
-        step = self.nodes.failed(Leg.DECODE, node, fault, ticket_works=self._ticket_works())
-        await self.resources.close_decode_leg()
-        other = self._other_decode() if step is Step.SAME_TICKET else None
-        if other is not None:
-            return other
-        if step is Step.AT_ENDPOINT:
-            self.nodes.no_route |= {node.name}
-            if node.name in self._context.pool:
-                return self._acquire_decode(node)
-        if step in (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.AT_ENDPOINT):
-            return await self._plan_anew()
-        raise final_error(Leg.DECODE, Moment.OPENING, step, fault)
-
-    def _other_decode(self) -> Node | None:
-        """Another decode node for the ticket that is at hand."""
-        other = self.nodes.other_decode(None if self.hand_over is None else self.hand_over.node)
-        if other is None:
-            return None
-        self._life.move(Transition.SAME_TICKET)
-        return self._acquire_decode(other)
-
-    async def _plan_anew(self) -> Node:
-        await self.resources.close_decode_leg()
-        self._life.move(Transition.AGAIN)
-        self.resources.release_hand_over()
-        return await self._plan_and_prefill()
-
     async def _plan_and_prefill(self) -> Node:
         """Plan, and prefill until there is a ticket, or the decode node is to compute; that decode node."""
         self.hand_over = None
         while (chosen := await self.nodes.next_plan(self._acquire_decode)).prefill is not None:
-            self._life.move(Transition.PREFILL)
+            self._state = TRANSITIONS[self._state, Transition.PREFILL]
             try:
                 self.hand_over = await self._prefill(chosen.prefill)
             except NodeFault as fault:
-                self.nodes.prefill_failed(chosen.prefill, fault)
-                self._life.move(Transition.AGAIN)
+                self._after_failed_prefill(chosen.prefill, fault)
+                self._state = TRANSITIONS[self._state, Transition.AGAIN]
             else:
-                self._life.move(Transition.TICKET)
+                self._state = TRANSITIONS[self._state, Transition.TICKET]
                 return chosen.decode
-        self._count_local(chosen.local)
-        self._life.move(Transition.LOCAL)
+        if chosen.local is not None:
+            self._count_local(chosen.local)
+        self._state = TRANSITIONS[self._state, Transition.LOCAL]
         return chosen.decode
+
+    async def _prefill(self, node: Node) -> HandOver:
+        """The prefill leg. What the node may hold of one that fails is released."""
+        context, asked = self._context, self.sub_request
+        hand_over_id, tokens = context.new_hand_over_id(), self.nodes.prompt_tokens
+        body = prefill_body(asked.endpoint, asked.body, hand_over_id, asked.shape.choices)
+        timeouts = context.config.prefill_timeouts(self.remaining_seconds())
+        self.record.enter(Phase.PREFILL, node.name)
+        load, headers, began = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node), context.clock.now()
+        slot = context.pool.acquire(node.name, load)
+        self._unread, self._sent_twice = (node, hand_over_id), False
+        context.metrics.prefill_began(node.model, tokens)
+        span = self._begin_span(Leg.PREFILL, node)
+        try:
+            with LegWait(slot, self.nodes.possible), span:
+                answer = await prefill(
+                    context.transport, node, asked.endpoint, body, headers, timeouts, self._note_sent_twice
+                )
+        except NodeFault as fault:
+            span.failed(fault.fault)
+            if fault.fault in NOTHING_HELD:
+                self._forget_hand_over()
+            self._release_hand_over()
+            raise
+        else:
+            span.used(Usage(answer.prompt_tokens, None, answer.cached_tokens))
+        finally:
+            context.metrics.prefill_ended(node.model, tokens)
+            slot.release()
+            span.end()
+        self._failed.served(Leg.PREFILL, node.name)
+        self._failed.went_on(Leg.PREFILL)
+        self.nodes.prefilled(node, answer)
+        ended, ranks = context.clock.now(), 1 if load.rank is None else node.ranks
+        context.work.append(Prefilled(Place(node.name, load.rank or 0), ranks, asked.request.arrived, began, ended))
+        return HandOver(hand_over_id, node, answer, ended)
+
+    def _after_failed_prefill(self, node: Node, fault: NodeFault) -> None:
+        """The next plan has another prefill node, or none; or the client's error is raised."""
+        match self._next_step(Leg.PREFILL, node, fault):
+            case Step.OTHER_PREFILL:
+                pass
+            case Step.LOCAL:
+                self.nodes.local = LocalReason.PREFILL_FAILED
+            case step:
+                raise final_error(Leg.PREFILL, Moment.OPENING, step, fault)
+
+    async def _decode_on(self, node: Node, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
+        """The decode leg, up to what ``read_answer`` reads of it: the first event of a stream, or the whole answer."""
+        context, asked = self._context, self.sub_request
+        ticket = None if self.hand_over is None else self.hand_over.answer.ticket
+        form = form_for(node)
+        body = decode_body(asked.body, ticket, form)
+        timeouts = context.config.decode_timeouts(self.remaining_seconds())
+        self.record.enter(Phase.HANDOVER, node.name)
+        slot, stream = self._held_slot(), asked.shape.stream
+        with LegWait(slot, self.nodes.possible):
+            headers = self.nodes.begin_leg(node)
+            self.leg_span = self._begin_span(Leg.DECODE, node)
+            with self.leg_span:
+                self._response = response = await decode(
+                    context.transport, node, asked.endpoint, body, headers, timeouts, form, stream=stream
+                )
+            self.record.enter(Phase.DECODE, node.name)
+            result = await read_answer(response)
+        self._state = TRANSITIONS[self._state, Transition.FIRST_EVENT]
+        if asked.first_event_proves_read:
+            self.end_hand_over()
+        slot.prompt_computed()
+        if stream:
+            self._failed.began(Leg.DECODE, node.name)
+        else:
+            self._failed.served(Leg.DECODE, node.name)
+        if self._move is None:  # one that has moved may begin only to break off where it did before
+            self._failed.went_on(Leg.DECODE)
+        self.nodes.first_event(node, self.hand_over)
+        if self.hand_over is not None:
+            self.leg_span.note({"prefill_node": self.hand_over.node.name})
+        self.record.began(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)
+        return result
+
+    async def _after_failed_decode(self, node: Node, fault: NodeFault) -> Node:
+        """The decode node for the next try: another one for the same ticket, this one at its endpoint, or that of a
+        new plan; or the client's error is raised."""
+        self.leg_span.failed(fault.fault)
+        step = self._next_step(Leg.DECODE, node, fault, ticket_works=self._ticket_works())
+        await self._close_decode_leg()
+        if step is Step.SAME_TICKET:
+            other = self.nodes.other_decode(None if self.hand_over is None else self.hand_over.node)
+            if other is not None:
+                self._state = TRANSITIONS[self._state, Transition.SAME_TICKET]
+                return self._acquire_decode(other)
+        if step is Step.AT_ENDPOINT:
+            self.nodes.no_route |= {node.name}
+            if node.name in self._context.pool:
+                return self._acquire_decode(node)
+        if step not in (Step.SAME_TICKET, Step.PREFILL_AGAIN, Step.AT_ENDPOINT):
+            raise final_error(Leg.DECODE, Moment.OPENING, step, fault)
+        self._state = TRANSITIONS[self._state, Transition.AGAIN]
+        self._release_hand_over()
+        return await self._plan_and_prefill()
 
     def _ticket_works(self) -> bool:
         """Whether there is a ticket that another decode node may try."""
         age = None if self.hand_over is None else self._context.clock.now() - self.hand_over.issued_at
         return age is not None and age < self._context.config.ticket_life
 
-    async def _prefill(self, node: Node) -> HandOver:
-        asked, context = self.sub_request, self._context
-        hand_over_id = context.new_hand_over_id()
-        leg = prefill_body(asked.endpoint, asked.body, hand_over_id, asked.shape.choices)
-        timeouts = context.config.prefill_timeouts(self.remaining_seconds())
-        self.record.enter(Phase.PREFILL, node.name)
-        load, headers, began = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node), context.clock.now()
-        span = begin_leg_span(context, asked, Leg.PREFILL, node)
-        try:
-            held = self.resources.prefilling(node, hand_over_id, self.nodes.prompt_tokens, load)
-            with held as slot, LegWait(slot, self.nodes.possible), span:
-                answer = await prefill(
-                    context.transport, node, asked.endpoint, leg, headers, timeouts, self.resources.prefill_resent
-                )
-        except NodeFault as fault:
-            span.failed(fault.fault)
-            raise
-        else:
-            span.used(Usage(answer.prompt_tokens, None, answer.cached_tokens))
-        finally:
-            span.end()
-        self.nodes.prefilled(node, answer)
-        ended, ranks = context.clock.now(), 1 if load.rank is None else node.ranks
-        context.work.append(Prefilled(Place(node.name, load.rank or 0), ranks, asked.request.arrived, began, ended))
-        return HandOver(hand_over_id, node, answer, ended)
+    def _next_step(self, leg: Leg, node: Node, fault: NodeFault, *, ticket_works: bool = False) -> Step:
+        """A leg failed before its first event: record it; the next step."""
+        self._record_fault(leg, node.name, fault, Moment.OPENING)
+        self._failed.on_going_node = self._context.pool.is_going(node.name)
+        step = self._failed.next_step(leg, fault, ticket_works=ticket_works)
+        self._show_failure(leg, node.name, fault, step)
+        return step
 
-    def _begin_decode_span(self, node: Node) -> LegSpan:
-        span = begin_leg_span(self._context, self.sub_request, Leg.DECODE, node)
-        self.resources.leg_span = span
-        return span
+    def _record_fault(self, leg: Leg, node: str, fault: NodeFault, moment: Moment) -> None:
+        """Count and log a failed leg; a fault that our own deadline made does not count against the node.
 
-    async def _decode_on(self, node: Node, form_for: FormFor, read_answer: ReadAnswer[Result]) -> Result:
-        asked, transport = self.sub_request, self._context.transport
-        ticket = None if self.hand_over is None else self.hand_over.answer.ticket
-        form = form_for(node)
-        leg = decode_body(asked.body, ticket)
-        leg = with_usage(leg) if form.adds_usage else leg
-        timeouts = self._context.config.decode_timeouts(self.remaining_seconds())
-        self.record.enter(Phase.HANDOVER, node.name)
-        with LegWait(self.resources.slot, self.nodes.possible):
-            headers = self.nodes.begin_leg(node)
-            with self._begin_decode_span(node):
-                response = await decode(transport, node, asked.endpoint, leg, headers, timeouts, form)
-            self.record.enter(Phase.DECODE, node.name)
-            result = await read_answer(self.resources.hold_response(response))
-        self._first_event(node)
-        return result
+        The line of the request's end tells of it, too: as a warning, if the request fails.
+        """
+        context = self._context
+        context.metrics.leg_failed(leg, fault.fault)
+        self.record.failure.leg_failed(leg, node, fault)
+        name = self.sub_request.name
+        _LOG.info("request %s: %s leg on %s: %s: %s", name, leg, node, fault.fault, fault.detail)
+        if not deadline_passed(context.clock, self.sub_request.request.deadline):
+            self._failed.failed(leg, node, fault.fault, moment)
 
-    def _first_event(self, node: Node) -> None:
-        self._life.move(Transition.FIRST_EVENT)
-        if self.sub_request.first_event_proves_read:
-            self.end_hand_over()
-        self.resources.slot.prompt_computed()
-        self.nodes.first_event(node, self.hand_over)
-        if self.hand_over is not None:
-            self.resources.leg_span.note({"prefill_node": self.hand_over.node.name})
-        self.record.began(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)
+    def _show_failure(self, leg: Leg, node: str, fault: NodeFault, step: Step) -> None:
+        """Show the operator a leg's failure and the step that follows."""
+        now, name, failure = self._context.clock.now(), self.sub_request.name, self.record.failure
+        self._context.in_flight.failed(LegFailure(now, name, leg, node, fault.fault, step, failure))
 
-    def end_hand_over(self) -> None:
-        """The decode node needs it no more. Whether one that resumes a stream has read it, nothing tells: of a stream
-        that had ended it reads nothing. To release what was read does no harm."""
-        if self.resumed:
-            self.resources.release_hand_over()
-        else:
-            self.resources.forget_hand_over()
+    def _count_local(self, reason: LocalReason) -> None:
+        self._context.metrics.planned_local(reason)
+        if self.record.route is None:
+            self.record.local_reason = reason
 
-    def _count_local(self, reason: LocalReason | None) -> None:
-        if reason is not None:
-            self._context.metrics.planned_local(reason)
-            if self.record.route is None:
-                self.record.local_reason = reason
+    def _begin_span(self, leg: Leg, node: Node) -> LegSpan:
+        """The span of a leg that begins now; none where that of its request is not recorded."""
+        context, asked = self._context, self.sub_request
+        if context.tracer is None or not trace.get_current_span().is_recording():
+            return NO_LEG_SPAN
+        model = asked.request.model
+        facts: dict[str, str | int | bool] = {"node": node.name, "cohort": node.cohort, "prompt": asked.index}
+        label = model if context.metrics.models.label(model) == model else ""
+        return leg_span(context.tracer, leg, asked.endpoint, model, label, facts)
 
-    def _acquire_decode(self, decode_node: Node) -> Node:
-        """Take its slot from the plan on, so that the plans that follow see the load."""
-        self.resources.acquire(decode_node, self.nodes.load(decode_node, Leg.DECODE))
-        self._decode_node = decode_node
-        return decode_node
-
-    async def leave_node(self, move: Move) -> None:
-        """Before a migration: end the leg, release what it may not have read, exclude its node."""
-        self._move = move
-        self._life.move(Transition.MIGRATE)
-        self.resources.release_hand_over()
-        self.nodes.leave(self.node, move)
-        await self.resources.close_decode_leg()
-
-    async def aclose(self) -> None:
-        """Give everything back. Idempotent."""
-        self._life.move(Transition.END)
-        self.sub_request.held.drop()
-        self.nodes.end()
-        await self.resources.aclose()
+    # -- while a stream runs
 
     @property
     def resumed(self) -> bool:
@@ -252,9 +286,118 @@ class UpstreamRequest:
         """The decode node that was chosen last; "" before there is one."""
         return "" if self._decode_node is None else self._decode_node.name
 
+    def on_node_down(self, alarm: Callable[[], None]) -> None:
+        """Call ``alarm`` each time that active health finds the decode node gone."""
+        self._held_slot().on_node_down(alarm)
+
+    def progress(self) -> None:
+        """Report to active health that the decode node is at work."""
+        if self._slot is not None:
+            self._slot.progress()
+
+    def went_on(self) -> None:
+        """The client has got more of a stream that has moved: it does not end where it broke off before."""
+        self._failed.went_on(Leg.DECODE)
+
+    def abort_decode_leg(self) -> None:
+        """Close the decode leg while it is being read: its read ends in RESET."""
+        if self._response is not None:
+            self._context.background.finish("abort", self._response.aclose())
+
+    def broke_off(self, fault: NodeFault) -> int:
+        """The node failed after its first event: how many nodes broke off under the stream, one after another."""
+        self.leg_span.failed(fault.fault)
+        self._record_fault(Leg.DECODE, self.node_name, fault, Moment.STREAMING)
+        return self._failed.broke_off(Leg.DECODE, fault)
+
+    def show_broken_stream(self, fault: NodeFault, step: Step) -> None:
+        """Show the operator that the stream's node failed, and the step that follows."""
+        self._show_failure(Leg.DECODE, self.node_name, fault, step)
+
+    async def leave_node(self, move: Move) -> None:
+        """Before a migration: end the leg, release what it may not have read, exclude its node."""
+        self._move = move
+        self._state = TRANSITIONS[self._state, Transition.MIGRATE]
+        self._release_hand_over()
+        self.nodes.leave(self.node, move)
+        await self._close_decode_leg()
+
+    def stream_ended(self) -> None:
+        """The stream has ended well on its last node."""
+        self.end_hand_over()
+        self._failed.ended(Leg.DECODE, self.node_name)
+
+    # -- what is held, and how it is given back
+
+    async def aclose(self) -> None:
+        """Give everything back. Idempotent."""
+        self._state = TRANSITIONS[self._state, Transition.END]
+        self.sub_request.held.drop()
+        self._failed.close()
+        self.nodes.admission.end()
+        self._release_hand_over()
+        await self._close_decode_leg()
+
+    def _acquire_decode(self, node: Node) -> Node:
+        """Take a slot on a decode node, from the plan on, so that the plans that follow see the load. The one held
+        before is given back."""
+        if self._slot is not None:
+            self._slot.release()
+        self._slot = None
+        self._slot = self._context.pool.acquire(node.name, self.nodes.load(node, Leg.DECODE))
+        self._decode_node = node
+        return node
+
+    def _held_slot(self) -> Slot:
+        if self._slot is None:
+            raise IllegalTransition("a decode leg needs a slot on its node")
+        return self._slot
+
+    async def _close_decode_leg(self) -> None:
+        """End the decode leg: its slot first, for closing may be interrupted."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.release()
+        self.leg_span.end()
+        self.leg_span = NO_LEG_SPAN
+        response, self._response = self._response, None
+        if response is not None:
+            await response.aclose()
+
+    def _note_sent_twice(self) -> None:
+        self._sent_twice = True
+
+    def end_hand_over(self) -> None:
+        """The decode node needs it no more. Whether one that resumes a stream has read it, nothing tells: of a stream
+        that had ended it reads nothing. To release what was read does no harm."""
+        if self.resumed:
+            self._release_hand_over()
+        else:
+            self._forget_hand_over()
+
+    def _forget_hand_over(self) -> None:
+        """The ticket was read, or the node gave none: nothing is held under the hand-over's id any more. Of a leg that
+        was sent twice the first copy may hold blocks of its own, so its id is released."""
+        if self._sent_twice:
+            self._release_hand_over()
+        self._unread = None
+
+    def _release_hand_over(self) -> None:
+        """Have the hand-over freed, unless it was read."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            node, hand_over_id = unread
+            release_later(self._context, node, self.sub_request.request.model, hand_over_id, self.sub_request.headers)
+
+    def remaining_seconds(self) -> float:
+        """Until the deadline; raises the `ClientError` 504 where it has come."""
+        return remaining_seconds(self._context.clock, self.sub_request.request.deadline)
+
+    # -- what the answer's usage shows
+
     def record_usage(self, usage: Usage) -> None:
         """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt."""
-        self.resources.leg_span.used(usage)
+        self.leg_span.used(usage)
         self.nodes.admission.used((usage.prompt or 0) + (usage.completion or 0))
         if self.resumed:
             self.record.used(msgspec.structs.replace(usage, cached=None), None)
@@ -280,9 +423,9 @@ class UpstreamRequest:
         """The decode node computed the prompt again; what it has not read is released."""
         asked, hand_over = self.sub_request, self.hand_over
         _LOG.warning("request %s: the decode node computed the prompt again", asked.name)
-        self.resources.leg_span.note({"recomputed": True})
+        self.leg_span.note({"recomputed": True})
         if hand_over is not None:
-            self._background_tasks.release(hand_over.node, asked.request.model, hand_over.hand_over_id, asked.headers)
+            release_later(self._context, hand_over.node, asked.request.model, hand_over.hand_over_id, asked.headers)
 
     def _record_hand_over(self, usage: Usage) -> None:
         """What became of the ticket counts for or against its pair of nodes, where the usage shows it, and nothing that
@@ -305,10 +448,6 @@ class UpstreamRequest:
         if shape.stream and usage.completion and not self.record.moves and streams:
             tokens = usage.completion // shape.choices
             self._context.work.append(Decoded(streams, tokens, self.record.so_far(Phase.DECODE)))
-
-    def remaining_seconds(self) -> float:
-        """Until the deadline; raises the `ClientError` 504 where it has come."""
-        return remaining_seconds(self._context.clock, self.sub_request.request.deadline)
 
 
 def _depends_on_pair(asked: SubRequest, node: Node) -> bool:

@@ -7,6 +7,7 @@ import itertools
 from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.context import AdminContext
+from pdproxy.background import Background
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.drain import Drainer
@@ -52,7 +53,7 @@ class SampleState:
 
     def context(self) -> AdminContext:
         """What the page is served from."""
-        drainer = Drainer(self.pool, self.clock)
+        drainer = Drainer(self.pool, self.clock, Background(self.clock))
         base = AdminContext(self.pool, drainer, CollectorRegistry(), asyncio.Event(), live=self.live, clock=self.clock)
         advice = Advice(prefill=1.6, decode=4.3, prefill_mean=0.9, decode_mean=3.2, limit=Limit.CACHE, minutes=60)
         return dataclasses.replace(base, advice=lambda: advice)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext, Readiness, readiness
+from pdproxy.background import Background
 from pdproxy.credential import Secret
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.drain import Drainer
@@ -33,7 +34,9 @@ NEW = {"url": "http://127.0.0.1:9/", "role": "decode"}
 def make_context(token: str = "", on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY) -> AdminContext:
     clock, registry = FakeClock(), CollectorRegistry()
     pool = Pool(clock, metrics=Metrics(registry))
-    return AdminContext(pool, Drainer(pool, clock), registry, asyncio.Event(), on_prefill_failure, 30, Secret(token))
+    return AdminContext(
+        pool, Drainer(pool, clock, Background(clock)), registry, asyncio.Event(), on_prefill_failure, 30, Secret(token)
+    )
 
 
 def client_of(context: AdminContext) -> httpx.AsyncClient:
@@ -50,7 +53,7 @@ def serve(context: AdminContext, *nodes: Node) -> None:
 async def context() -> AsyncIterator[AdminContext]:
     made = make_context()
     yield made
-    await made.drainer.aclose()
+    await made.drainer.background.aclose()
 
 
 @pytest.fixture
@@ -200,7 +203,7 @@ async def test_a_node_asks_without_a_token_whether_it_may_go() -> None:
         assert said.json() == {"leave": False, "why": "the nodes that follow it make no pair yet: d2 (joining)"}
         for wrong in ("host=x", "host=x&port=0", "port=8000"):
             assert (await client.get(f"/may-leave?{wrong}")).status_code == 400
-    await context.drainer.aclose()
+    await context.drainer.background.aclose()
 
 
 async def test_a_node_is_added_and_joins(client: httpx.AsyncClient, context: AdminContext) -> None:

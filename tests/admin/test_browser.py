@@ -28,7 +28,11 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def context_of(cluster: FakeCluster, token: str = "") -> AdminContext:
-    live, clock, drainer = cluster.context.in_flight, cluster.clock, Drainer(cluster.pool, cluster.clock)
+    live, clock, drainer = (
+        cluster.context.in_flight,
+        cluster.clock,
+        Drainer(cluster.pool, cluster.clock, cluster.context.background),
+    )
     return AdminContext(
         cluster.pool, drainer, CollectorRegistry(), asyncio.Event(), token=Secret(token), live=live, clock=clock
     )

@@ -25,7 +25,7 @@ CHAT = body_for(Endpoint.CHAT, stream=True)
 
 
 def client_of(cluster: FakeCluster, token: str = "") -> httpx.AsyncClient:
-    drainer = Drainer(cluster.pool, cluster.clock)
+    drainer = Drainer(cluster.pool, cluster.clock, cluster.context.background)
     live, clock = cluster.context.in_flight, cluster.clock
     context = AdminContext(
         cluster.pool, drainer, CollectorRegistry(), asyncio.Event(), token=Secret(token), live=live, clock=clock

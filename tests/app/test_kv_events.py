@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.app.kv_events import KvEvents, kv_events
+from pdproxy.background import Background
 from pdproxy.credential import no_headers
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.pool import Pool
@@ -24,7 +25,7 @@ def built(**variables: str) -> KvEvents | None:
     clock = FakeClock()
     pool, metrics = Pool(clock), Metrics(CollectorRegistry())
     texts = TextPrefixSource(pool, clock)
-    return kv_events(settings, pool, FakePoolTransport(), clock, metrics, no_headers, Rates(), texts)
+    return kv_events(settings, pool, FakePoolTransport(), clock, metrics, no_headers, Rates(), texts, Background(clock))
 
 
 @pytest.mark.parametrize(

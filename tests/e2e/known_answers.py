@@ -23,7 +23,6 @@ from pdproxy.orchestration.answers_agree import Comparison
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.known_answer import KnownAnswer, Unreadable
 from pdproxy.orchestration.orchestrator import Orchestrator
-from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import ClientRequest, Endpoint, HeldBody, Json, header
 from pdproxy.response import ProxyResponse
 from pdproxy.transport.h1_client import H1Transport
@@ -69,8 +68,7 @@ class Bench:
 
     async def answer(self, prompt: str) -> tuple[str, str]:
         """What a client of these nodes gets: the text, and by which route."""
-        background_tasks = BackgroundTasks(self.means)
-        orchestrator, now = Orchestrator(self.means, background_tasks), self.means.clock.now()
+        orchestrator, now = Orchestrator(self.means), self.means.clock.now()
         body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0}
         request = ClientRequest(
             "r",
@@ -85,7 +83,7 @@ class Bench:
             lambda: True,
         )
         reply = await orchestrator.answer(request)
-        await background_tasks.aclose()
+        await self.means.background.aclose()
         assert isinstance(reply, ProxyResponse)
         assert isinstance(reply.body, bytes)
         return json.loads(reply.body)["choices"][0]["text"], str(header(reply.headers, "x-pdproxy-route")).partition(
@@ -99,11 +97,10 @@ async def bench() -> AsyncIterator[Bench]:
     clock, metrics = SystemClock(), Metrics(CollectorRegistry())
     transport = H1Transport(clock)
     means = OrchestrationContext(transport, Pool(clock), metrics, clock, OrchestrationConfig())
-    errands = BackgroundTasks(means)
     try:
-        yield Bench(means, KnownAnswer(means, errands))
+        yield Bench(means, KnownAnswer(means))
     finally:
-        await errands.aclose()
+        await means.background.aclose()
         await transport.aclose()
 
 

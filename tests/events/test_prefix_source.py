@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdproxy.background import Background
 from pdproxy.errors import Fault
 from pdproxy.events.places import scheme_of
 from pdproxy.events.prefix_source import EXPECTED_SECONDS, EventPrefixSource
@@ -62,7 +63,10 @@ class World:
         self.rates = Rates()
         self.texts = TextPrefixSource(self.pool, self.caches.clock)
         finder = HashFinder(self.texts, ids, self.rates)
-        self.source = EventPrefixSource(self.pool, self.caches, finder, self.caches.clock, self.caches.metrics)
+        self.background = Background(self.caches.clock)
+        self.source = EventPrefixSource(
+            self.pool, self.caches, finder, self.caches.clock, self.caches.metrics, self.background
+        )
         self._sequence = dict.fromkeys(self.infos, 0)
 
     def tell(self, name: str, *events: dict[str, Any], rank: int = 0) -> None:

@@ -131,7 +131,7 @@ async def test_until_the_ids_are_there_what_is_known_of_a_prompt_counts_where_it
     found = at_once(world.both.look_up(request(text(FIRST) + text(30, "else"))))
     assert found is not None
     assert found.hits[Place("p0")] == Hit(192, 0), "in whole blocks, and without a state"
-    await world.source.aclose()
+    await world.background.aclose()
 
 
 @pytest.mark.parametrize(
@@ -208,5 +208,5 @@ async def test_work_behind_plans_is_bounded_and_ends_with_the_source() -> None:
         del asked
     await settle()
     assert len(asyncio.all_tasks()) - running == MOST_AT_ONCE // 2
-    await world.source.aclose()
+    await world.background.aclose()
     assert len(asyncio.all_tasks()) == running

@@ -125,7 +125,7 @@ async def test_an_endless_error_is_not_kept() -> None:
 
 async def test_a_decode_leg_hands_its_body_on() -> None:
     to = Wire(200, b"data: [DONE]\n\n", STREAM)
-    response = await decode(to, NODE, Endpoint.COMPLETIONS, {"stream": True}, HEADERS, PATIENCE)
+    response = await decode(to, NODE, Endpoint.COMPLETIONS, {"stream": True}, HEADERS, PATIENCE, stream=True)
     assert [piece async for piece in response] == [b"data: [", b"DONE]\n\n"]
     assert to.requests[0].url.endswith("/v1/completions")
     assert not to.answer.closed
@@ -135,7 +135,7 @@ async def test_a_decode_leg_hands_its_body_on() -> None:
 async def test_a_stream_is_answered_by_a_stream_and_nothing_else_is(stream: bool, headers: Headers) -> None:
     to = Wire(200, b"{}", headers)
     with pytest.raises(NodeFault) as caught:
-        await decode(to, NODE, Endpoint.CHAT, {"stream": stream}, HEADERS, PATIENCE)
+        await decode(to, NODE, Endpoint.CHAT, {"stream": stream}, HEADERS, PATIENCE, stream=stream)
     assert caught.value.fault is Fault.INVALID_BODY
     assert to.answer.closed
 
@@ -143,17 +143,17 @@ async def test_a_stream_is_answered_by_a_stream_and_nothing_else_is(stream: bool
 @pytest.mark.parametrize("kind", ["Text/Event-Stream; charset=utf-8", "text/event-stream", "TEXT/EVENT-STREAM ;a=b"])
 async def test_a_media_type_has_any_case_and_any_parameters(kind: str) -> None:
     to = Wire(200, b"data: [DONE]\n\n", (("content-type", kind),))
-    assert (await decode(to, NODE, Endpoint.CHAT, {"stream": True}, HEADERS, PATIENCE)).status == 200
+    assert (await decode(to, NODE, Endpoint.CHAT, {"stream": True}, HEADERS, PATIENCE, stream=True)).status == 200
     with pytest.raises(NodeFault):
-        await decode(to, NODE, Endpoint.CHAT, {"stream": False}, HEADERS, PATIENCE)
+        await decode(to, NODE, Endpoint.CHAT, {"stream": False}, HEADERS, PATIENCE, stream=False)
 
 
 @pytest.mark.parametrize("kind", ["APPLICATION/JSON", "application/json; charset=utf-8", "text/event-streams", ""])
 async def test_what_is_no_event_stream_is_an_answer_in_one_piece(kind: str) -> None:
     to = Wire(200, b"{}", (("content-type", kind),))
-    assert (await decode(to, NODE, Endpoint.CHAT, {"stream": False}, HEADERS, PATIENCE)).status == 200
+    assert (await decode(to, NODE, Endpoint.CHAT, {"stream": False}, HEADERS, PATIENCE, stream=False)).status == 200
     with pytest.raises(NodeFault):
-        await decode(to, NODE, Endpoint.CHAT, {"stream": True}, HEADERS, PATIENCE)
+        await decode(to, NODE, Endpoint.CHAT, {"stream": True}, HEADERS, PATIENCE, stream=True)
 
 
 async def test_a_whole_answer_is_read_and_closed() -> None:

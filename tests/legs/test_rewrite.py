@@ -7,9 +7,9 @@ import pytest
 from msgspec import Raw
 
 from pdproxy.legs.parse import split
-from pdproxy.legs.rewrite import decode_body, prefill_body, with_usage
+from pdproxy.legs.rewrite import decode_body, prefill_body
 from pdproxy.legs.shape import shape
-from pdproxy.request import Endpoint, Json, write_json
+from pdproxy.request import Endpoint, Json, LegForm, write_json
 
 HAND_OVER = "hand-over-0123456789"
 TICKET = {"do_remote_prefill": True, "remote_block_ids": [[1], [2]], "odd": {"x": 1}}
@@ -107,7 +107,7 @@ def test_the_decode_leg_is_what_the_client_sent_and_the_ticket() -> None:
 
 
 def test_the_usage_event_is_asked_for() -> None:
-    leg = with_usage(chat(stream=True, stream_options=None))
+    leg = decode_body(chat(stream=True, stream_options=None), None, LegForm(adds_usage=True))
     assert leg == chat(stream=True, stream_options={"include_usage": True})
 
 
@@ -203,6 +203,5 @@ def test_nothing_is_changed_in_place() -> None:
         shape(endpoint, body)
         split(endpoint, body)
         prefill_body(endpoint, body, HAND_OVER, 2)
-        decode_body(body, Raw(write_json(TICKET)))
-        with_usage(body)
+        decode_body(body, Raw(write_json(TICKET)), LegForm(adds_usage=True))
         assert body == before

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pdproxy.background import Background
 from pdproxy.nodes.cohorts import Cohorts
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Bars, Footprint, Node, Role, State
@@ -157,7 +158,8 @@ def test_an_address_is_asked_for_by_host_and_port(clock: FakeClock) -> None:
 
 async def test_streams_need_not_move_while_their_node_waits(clock: FakeClock) -> None:
     fleet = Fleet(clock, "p-old", "d-old", "d-new")
-    drainer = Drainer(fleet.pool, clock, is_needed=fleet.cohorts.is_needed)
+    background = Background(clock)
+    drainer = Drainer(fleet.pool, clock, background, is_needed=fleet.cohorts.is_needed)
     leaving = fleet.pool.leaving("d-old")
     drainer.terminate("d-old", 30)
     for _ in range(100):
@@ -171,7 +173,7 @@ async def test_streams_need_not_move_while_their_node_waits(clock: FakeClock) ->
             await settle()
             clock.advance(1)
     await until(leaving.is_set)
-    await drainer.aclose()
+    await background.aclose()
 
 
 def test_the_report_counts_nodes_and_requests(clock: FakeClock) -> None:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from pdproxy.background import Background
 from pdproxy.nodes.drain import AfterDrain, Drainer
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool, UnknownNode
@@ -23,9 +24,9 @@ def pool(clock: FakeClock) -> Pool:
 
 @pytest.fixture
 async def drainer(pool: Pool, clock: FakeClock) -> AsyncIterator[Drainer]:
-    made = Drainer(pool, clock, grace=5)
-    yield made
-    await made.aclose()
+    background = Background(clock)
+    yield Drainer(pool, clock, background, grace=5)
+    await background.aclose()
 
 
 async def test_an_idle_node_is_removed_at_once(pool: Pool, drainer: Drainer) -> None:

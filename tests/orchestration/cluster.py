@@ -16,7 +16,6 @@ from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationCont
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.request_queue import QueueStatus
-from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from pdproxy.response import ProxyResponse
 from tests.fakes.clock import FakeClock
@@ -86,8 +85,7 @@ class FakeCluster:
             self.clock,
             config or OrchestrationConfig(),
         )
-        self.background_tasks = BackgroundTasks(self.context)
-        self.orchestrator = Orchestrator(self.context, self.background_tasks)
+        self.orchestrator = Orchestrator(self.context)
 
     @property
     def nodes(self) -> list[FakeNode]:
@@ -155,10 +153,10 @@ class FakeCluster:
     async def settle(self) -> None:
         """Let releases finish, and check that nothing is held any more."""
         for _ in range(50):
-            if not self.background_tasks:
+            if not self.context.background.errands:
                 break
             await asyncio.sleep(0)
-        assert len(self.background_tasks) == 0
+        assert self.context.background.errands == 0
         assert not self.transport.open
         assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
         assert {view.footprint for view in self.pool.snapshot().nodes} == {NO_FOOTPRINT}

@@ -24,7 +24,6 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.request_queue import QueueLimits
-from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.node import FakeNode
@@ -128,8 +127,7 @@ class FloodSetup:
             pool.admit(node)
         config = OrchestrationConfig(queue=QueueLimits(reserve=reserve))
         self._context = OrchestrationContext(TimedTransport(self.nodes, scene.pace), pool, metrics, clock, config)
-        self._background_tasks = BackgroundTasks(self._context)
-        self._orchestrator = Orchestrator(self._context, self._background_tasks)
+        self._orchestrator = Orchestrator(self._context)
         self._names = itertools.count()
         self._dice = random.Random(1)
         self._now = clock.now
@@ -140,7 +138,7 @@ class FloodSetup:
         for _ in range(100):
             await asyncio.sleep(0.1)
         assert not any(node.running for node in self.nodes)
-        assert len(self._background_tasks) == 0
+        assert self._context.background.errands == 0
         assert self._context.queue.status().running == self._context.queue.status().waiting == 0
 
     async def ask(self, load: Load) -> float:

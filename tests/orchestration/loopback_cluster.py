@@ -13,7 +13,6 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.orchestrator import Orchestrator
-from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.transport.h1_client import H1Transport
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
@@ -51,8 +50,7 @@ class LoopbackCluster:
             self.pool.add(entry)
             self.pool.admit(entry)
         self.context = self.make_context(config)
-        self.background_tasks = BackgroundTasks(self.context)
-        self.orchestrator = Orchestrator(self.context, self.background_tasks)
+        self.orchestrator = Orchestrator(self.context)
 
     def make_metrics(self) -> Metrics:
         """What all of it counts with."""
@@ -69,8 +67,8 @@ class LoopbackCluster:
 
     async def close(self) -> None:
         """End the proxy's side, and check that it left nothing."""
-        await self.background_tasks.aclose()
-        assert len(self.background_tasks) == 0
+        await self.context.background.aclose()
+        assert self.context.background.errands == 0
         assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
         assert {view.footprint for view in self.pool.snapshot().nodes} == {NO_FOOTPRINT}
         assert not any(sum(view.queued) for view in self.pool.snapshot().nodes)

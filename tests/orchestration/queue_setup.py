@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
 from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.admission import Admission
 from pdproxy.orchestration.request_queue import Asked, QueueLimits, QueueStatus, RequestQueue
-from pdproxy.orchestration.resources import Admission
 from pdproxy.planning.shares import KeyLimits, LimitsByKey
 from tests.fakes.clock import FakeClock
 

@@ -15,7 +15,6 @@ from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.explain import explain
 from pdproxy.orchestration.in_flight import predicted
 from pdproxy.orchestration.orchestrator import Orchestrator
-from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.cache_aware import ITL_BUDGET, CacheAware
 from pdproxy.planning.prefix import PromptHits
@@ -66,8 +65,7 @@ class CachingCluster(FakeCluster):
         self.rates = SteadyRates()
         source = TextPrefixSource(self.pool, self.clock)
         self.context = dataclasses.replace(self.context, rates=self.rates, prefix_source=source)
-        self.background_tasks = BackgroundTasks(self.context)
-        self.orchestrator = Orchestrator(self.context, self.background_tasks)
+        self.orchestrator = Orchestrator(self.context)
 
     async def say(self, *said: str, endpoint: Endpoint = Endpoint.CHAT, **more: object) -> Got:
         """A conversation's next turn: what was said by turns, after the system prompt."""
@@ -181,7 +179,7 @@ async def test_a_prompt_is_looked_up_once_however_often_it_is_planned() -> None:
     cluster = CachingCluster()
     source = CountingSource(cluster.pool, cluster.clock)
     context = dataclasses.replace(cluster.context, prefix_source=source)
-    cluster.orchestrator = Orchestrator(context, cluster.background_tasks)
+    cluster.orchestrator = Orchestrator(context)
     for node in (cluster.prefills[0], *cluster.decodes):
         node.fault = InjectedFault(FaultKind.RESET, at=2, times=1)
     await cluster.say(*said(0))

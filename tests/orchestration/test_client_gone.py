@@ -147,9 +147,9 @@ async def test_a_failed_release_is_counted_and_does_no_harm() -> None:
     cluster.prefills[0].fault = InjectedFault(FaultKind.REFUSE)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await cluster.background_tasks.aclose()
+    await cluster.context.background.aclose()
     assert cluster.count("pdproxy_releases_total", outcome="failed") == 1
-    assert len(cluster.background_tasks) == 0
+    assert cluster.context.background.errands == 0
 
 
 async def test_a_release_whose_connection_breaks_is_left_to_the_lease() -> None:
@@ -169,6 +169,6 @@ async def test_a_release_whose_connection_breaks_is_left_to_the_lease() -> None:
     await _until_held(cluster)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await cluster.background_tasks.aclose()
+    await cluster.context.background.aclose()
     assert cluster.count("pdproxy_releases_total", outcome="failed") == 1
     assert next(releases) == 1

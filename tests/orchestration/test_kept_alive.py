@@ -144,16 +144,16 @@ async def recomputed(cluster: LoopbackCluster) -> None:
     """A chat whose hand-over is released, for the decode node does not read it."""
     cluster.fabric.deaf = True
     await chat(cluster)
-    await until(lambda: not cluster.background_tasks)
+    await until(lambda: not cluster.context.background.errands)
     cluster.fabric.deaf = False
 
 
 async def prove_pair(cluster: LoopbackCluster) -> None:
     """The known-answer test of the two nodes."""
     nodes = [cluster.pool.view(name).node for name in ("p0", "d0")]
-    result = await KnownAnswer(cluster.context, cluster.background_tasks).ask(*nodes)
+    result = await KnownAnswer(cluster.context).ask(*nodes)
     assert result.proof is Proof.PASSED
-    await until(lambda: not cluster.background_tasks)
+    await until(lambda: not cluster.context.background.errands)
 
 
 LEGS: dict[str, tuple[str, Ask]] = {

@@ -24,7 +24,7 @@ class Pair(FakeCluster):
 
     def __init__(self) -> None:
         super().__init__(prefills=1, decodes=1)
-        self.test = KnownAnswer(self.context, self.background_tasks, lambda: HEADERS, itertools.count())
+        self.test = KnownAnswer(self.context, lambda: HEADERS, itertools.count())
         self.prefill, self.decode = self.prefills[0], self.decodes[0]
 
     def nodes_of_pool(self, **more: Any) -> tuple[Node, Node]:
@@ -34,7 +34,7 @@ class Pair(FakeCluster):
     async def test_pair(self, **more: Any) -> ProofResult:
         """Make the test and settle; ``more`` are fields of both nodes."""
         result = await self.test.ask(*self.nodes_of_pool(**more))
-        await self.background_tasks.aclose()
+        await self.context.background.aclose()
         await self.settle()
         return result
 
@@ -279,7 +279,7 @@ async def test_a_failed_warm_up_releases_on_every_rank() -> None:
     pair = Pair()
     pair.decode.fault = InjectedFault(FaultKind.STATUS, status=500)
     await pair.test.warm(*pair.nodes_of_pool(ranks=2))
-    await pair.background_tasks.aclose()
+    await pair.context.background.aclose()
     released = [dict(seen.headers).get("x-data-parallel-rank") for seen in pair.prefill.seen[1:]]
     assert released == ["0", "1"]
     await pair.settle()

@@ -6,7 +6,7 @@ import pytest
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.pool import Pool
-from pdproxy.orchestration.resources import LegWait
+from pdproxy.orchestration.leg_wait import LegWait
 from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.reading import pieces_of

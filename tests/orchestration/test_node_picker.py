@@ -8,7 +8,7 @@ from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.context import OrchestrationConfig
-from pdproxy.orchestration.node_picker import FaultReporter
+from pdproxy.orchestration.failed_legs import FailedLegs
 from pdproxy.request import Endpoint
 from tests.orchestration.cluster import FakeCluster
 
@@ -22,8 +22,8 @@ def cluster() -> FakeCluster:
 
 
 @pytest.fixture
-def reporter(cluster: FakeCluster) -> FaultReporter:
-    return FaultReporter(cluster.pool, ASKED)
+def failed(cluster: FakeCluster) -> FailedLegs:
+    return FailedLegs(cluster.pool, cluster.context.config, cluster.context.metrics, ASKED)
 
 
 def told(pool: Pool, name: str, leg: Leg = Leg.DECODE) -> list[Verdict]:
@@ -33,69 +33,67 @@ def told(pool: Pool, name: str, leg: Leg = Leg.DECODE) -> list[Verdict]:
 
 @pytest.mark.parametrize("fault", IN_DOUBT)
 async def test_what_a_request_can_cause_counts_in_full_once_another_node_served_it(
-    cluster: FakeCluster, reporter: FaultReporter, fault: Fault
+    cluster: FakeCluster, failed: FailedLegs, fault: Fault
 ) -> None:
-    reporter.failed(Leg.DECODE, "d0", fault)
-    reporter.began(Leg.PREFILL, "p0")
-    reporter.ended(Leg.PREFILL, "p0")
+    failed.failed(Leg.DECODE, "d0", fault)
+    failed.began(Leg.PREFILL, "p0")
+    failed.ended(Leg.PREFILL, "p0")
     assert told(cluster.pool, "d0") == [], "a good prefill says nothing about decoding"
-    reporter.began(Leg.DECODE, "d1")
+    failed.began(Leg.DECODE, "d1")
     assert told(cluster.pool, "d0") == [Verdict.SERVED]
     assert cluster.pool.view("d0").reason == f"last fault: {fault}"
-    reporter.close()
+    failed.close()
     assert told(cluster.pool, "d0") == [Verdict.SERVED]
 
 
 async def test_what_breaks_in_the_middle_counts_in_full_once_another_node_ends_it_well(
-    cluster: FakeCluster, reporter: FaultReporter
+    cluster: FakeCluster, failed: FailedLegs
 ) -> None:
-    reporter.began(Leg.DECODE, "d0")
-    reporter.failed(Leg.DECODE, "d0", Fault.RESET, Moment.STREAMING)
-    reporter.began(Leg.DECODE, "d1")
+    failed.began(Leg.DECODE, "d0")
+    failed.failed(Leg.DECODE, "d0", Fault.RESET, Moment.STREAMING)
+    failed.began(Leg.DECODE, "d1")
     assert told(cluster.pool, "d0") == [], "it may break there, too"
-    reporter.ended(Leg.DECODE, "d1")
+    failed.ended(Leg.DECODE, "d1")
     assert told(cluster.pool, "d0") == [Verdict.SERVED]
 
 
-async def test_what_nobody_served_is_told_at_the_end_and_only_by_half(
-    cluster: FakeCluster, reporter: FaultReporter
-) -> None:
+async def test_what_nobody_served_is_told_at_the_end_and_only_by_half(cluster: FakeCluster, failed: FailedLegs) -> None:
     for name in ("d0", "d1"):
-        reporter.failed(Leg.DECODE, name, Fault.ABORTED)
+        failed.failed(Leg.DECODE, name, Fault.ABORTED)
         assert told(cluster.pool, name) == []
-    reporter.close()
-    reporter.close()
+    failed.close()
+    failed.close()
     assert [told(cluster.pool, name) for name in ("d0", "d1")] == [[Verdict.UNSERVED]] * 2
     assert cluster.pool.view("d0").reason == ""
 
 
 async def test_a_prefill_that_failed_counts_where_a_decode_node_computed_the_prompt(
-    cluster: FakeCluster, reporter: FaultReporter
+    cluster: FakeCluster, failed: FailedLegs
 ) -> None:
-    reporter.failed(Leg.PREFILL, "p0", Fault.SERVER_ERROR)
-    reporter.began(Leg.DECODE, "d0")
+    failed.failed(Leg.PREFILL, "p0", Fault.SERVER_ERROR)
+    failed.began(Leg.DECODE, "d0")
     assert told(cluster.pool, "p0", Leg.PREFILL) == [Verdict.SERVED]
 
 
 async def test_a_fault_does_not_count_where_the_same_node_served_it_later(
-    cluster: FakeCluster, reporter: FaultReporter
+    cluster: FakeCluster, failed: FailedLegs
 ) -> None:
-    reporter.failed(Leg.DECODE, "d0", Fault.SERVER_ERROR)
-    reporter.began(Leg.DECODE, "d0")
-    reporter.close()
+    failed.failed(Leg.DECODE, "d0", Fault.SERVER_ERROR)
+    failed.began(Leg.DECODE, "d0")
+    failed.close()
     assert told(cluster.pool, "d0") == []
 
 
 async def test_what_a_client_caused_never_counts_and_a_refusal_at_once(
-    cluster: FakeCluster, reporter: FaultReporter
+    cluster: FakeCluster, failed: FailedLegs
 ) -> None:
     for fault in (Fault.CLIENT_ERROR, Fault.BUSY, Fault.NO_TICKET, Fault.NO_ROUTE):
-        reporter.failed(Leg.DECODE, "d0", fault)
-    reporter.began(Leg.DECODE, "d1")
-    reporter.close()
+        failed.failed(Leg.DECODE, "d0", fault)
+    failed.began(Leg.DECODE, "d1")
+    failed.close()
     assert told(cluster.pool, "d0") == []
-    assert reporter.excluded == {"d0"}
-    reporter.failed(Leg.DECODE, "d1", Fault.REFUSED)
+    assert failed.excluded == {"d0"}
+    failed.failed(Leg.DECODE, "d1", Fault.REFUSED)
     assert told(cluster.pool, "d1") == [Verdict.NODE]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError, Fault
 from pdproxy.failures import LEG_BLAME, Blame
@@ -16,8 +17,9 @@ from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.outlier import Source
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Leg
+from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig
-from pdproxy.orchestration.node_picker import FaultReporter
+from pdproxy.orchestration.failed_legs import FailedLegs
 from pdproxy.request import Endpoint
 from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.clock import FakeClock
@@ -195,7 +197,8 @@ class Fleet:
 
     def __init__(self, dice: random.Random, retries: int, *, keys: bool) -> None:
         self.dice, self.retries, self.keys = dice, retries, keys
-        self.pool = Pool(FakeClock())
+        self.metrics = Metrics(CollectorRegistry())
+        self.pool = Pool(FakeClock(), metrics=self.metrics)
         self.sent = 0
         for name in HEALTHY:
             node = Node(name, f"http://{name}", Role.DECODE, MODEL)
@@ -206,16 +209,16 @@ class Fleet:
         """One request; ``first``: the node that its session is pinned to."""
         self.sent += 1
         source = Source(f"r-{self.sent}", client if self.keys else "", None if first is None else HEALTHY.index(first))
-        reporter = FaultReporter(self.pool, source)
+        failed = FailedLegs(self.pool, OrchestrationConfig(), self.metrics, source)
         up = [view.name for view in self.pool.snapshot().nodes if view.takes_requests()]
         self.dice.shuffle(up)
         for name in sorted(up, key=lambda each: each != first)[: 1 + self.retries]:
             if not fails(name):
-                reporter.began(Leg.DECODE, name)
-                reporter.ended(Leg.DECODE, name)
+                failed.began(Leg.DECODE, name)
+                failed.ended(Leg.DECODE, name)
                 break
-            reporter.failed(Leg.DECODE, name, self.dice.choice(IN_DOUBT))
-        reporter.close()
+            failed.failed(Leg.DECODE, name, self.dice.choice(IN_DOUBT))
+        failed.close()
 
     def down(self) -> list[str]:
         return [view.name for view in self.pool.snapshot().nodes if view.state is not State.UP]

@@ -7,8 +7,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.admission import Admission
 from pdproxy.orchestration.request_queue import Asked, QueueLimits, RequestQueue
-from pdproxy.orchestration.resources import Admission
 from pdproxy.planning.shares import PRESENT_SECONDS, Standing
 from tests.fakes.timed import LoopClock, VirtualTimeLoop
 

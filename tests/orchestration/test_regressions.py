@@ -10,7 +10,6 @@ import pytest
 from pdproxy.errors import Fault
 from pdproxy.nodes.node import Node, Role
 from pdproxy.orchestration.orchestrator import Orchestrator
-from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import Endpoint
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.orchestration.answers import read_answer
@@ -91,13 +90,12 @@ async def test_a_bug_in_one_of_several_streams_ends_them_all(access_log: list[lo
         return f"hand-over-{number}"
 
     context = dataclasses.replace(cluster.context, new_hand_over_id=name)
-    background_tasks = BackgroundTasks(context)
-    orchestrator = Orchestrator(context, background_tasks)
+    orchestrator = Orchestrator(context)
     body = {**body_for(COMPLETIONS, stream=True), "prompt": [WORDS] * 3}
     async with asyncio.timeout(60):
         with pytest.raises(RuntimeError):
             await read(await orchestrator.answer(cluster.request(COMPLETIONS, body)))
-    await background_tasks.aclose()
+    await context.background.aclose()
     assert [vars(line)["code"] for line in access_log] == ["internal_error"]
     access_log.clear()
     assert len(asyncio.all_tasks()) == 1

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from pdproxy.errors import ClientError
-from pdproxy.orchestration.resources import Admission
+from pdproxy.orchestration.admission import Admission
 from pdproxy.planning.shares import KeyLimits, LimitsByKey, Standing
 from tests.orchestration.queue_setup import ASKED, QueueSetup, of, settle
 

@@ -9,7 +9,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pdproxy.orchestration.orchestrator import Orchestrator
-from pdproxy.orchestration.resources import BackgroundTasks
 from pdproxy.request import Endpoint
 from pdproxy.transport.traced import TracedTransport
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -23,8 +22,7 @@ def traced(tracer: trace.Tracer) -> FakeCluster:
     cluster = FakeCluster(decodes=2)
     transport = TracedTransport(cluster.transport, tracer)
     cluster.context = dataclasses.replace(cluster.context, tracer=tracer, transport=transport)
-    cluster.background_tasks = BackgroundTasks(cluster.context)
-    cluster.orchestrator = Orchestrator(cluster.context, cluster.background_tasks)
+    cluster.orchestrator = Orchestrator(cluster.context)
     return cluster
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 from prometheus_client import Counter
 
-from pdproxy.app.build import TaskSupervisor
+from pdproxy.background import Background
 from pdproxy.events.places import PlaceCaches
 from pdproxy.events.prefix_source import EventPrefixSource
 from pdproxy.events.prompt_hashes import HashFinder
@@ -70,8 +70,7 @@ class CachedCluster(LoopbackCluster):
         self._caching = list(nodes.values())
         for node in self._caching:
             self._join(node.name)
-        self.supervisor = TaskSupervisor(self.clock, self.context.metrics)
-        self.supervisor.keep(Task.EVENTS, self._subscriber.run)
+        self.context.background.keep(Task.EVENTS, self._subscriber.run)
         self._publishing = asyncio.create_task(self._publish())
         self._rejoining = asyncio.create_task(self._rejoin(random.Random(5)))
 
@@ -87,13 +86,15 @@ class CachedCluster(LoopbackCluster):
             self.pool, self.transport, self.caches, self.clock, metrics.events, waits=WAITS
         )
         rates = Rates()
+        background = Background(self.clock, metrics.task_failed)
         texts = TextPrefixSource(self.pool, self.clock, TextIndex(1000, renderings=Renderings(20_000)))
         finder = HashFinder(texts, token_ids, rates)
-        self._exact = EventPrefixSource(self.pool, self.caches, finder, self.clock, metrics.events)
+        self._exact = EventPrefixSource(self.pool, self.caches, finder, self.clock, metrics.events, background)
         source = CombinedSource(self._exact, texts)
         return OrchestrationContext(
-            self.transport, self.pool, metrics, self.clock, config, rates=rates, prefix_source=source
-        )
+            self.transport, self.pool, metrics, self.clock, config,
+            rates=rates, prefix_source=source, background=background,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """As of the base. Once nothing goes wrong any more, all that is known is right; and then nothing is left."""
@@ -116,8 +117,7 @@ class CachedCluster(LoopbackCluster):
         tasks = (self._publishing, self._rejoining)
         for task in tasks:
             task.cancel()
-        await self.supervisor.aclose()
-        await self._exact.aclose()
+        await self.context.background.aclose()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 raise result

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
+from pdproxy.background import Background
 from pdproxy.nodes.discovery.source import DiscoverySync, Template
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role, State
@@ -40,9 +41,9 @@ def pool() -> Pool:
 
 @pytest.fixture
 async def drainer(pool: Pool) -> AsyncIterator[Drainer]:
-    made = Drainer(pool, FakeClock())
-    yield made
-    await made.aclose()
+    background = Background()
+    yield Drainer(pool, FakeClock(), background)
+    await background.aclose()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import logging
 import pytest
 from prometheus_client import CollectorRegistry
 
-from pdproxy.app.build import TaskSupervisor
+from pdproxy.background import Background
 from pdproxy.observe.labels import Task
 from pdproxy.observe.metrics import Metrics
 from tests.fakes.clock import FakeClock
@@ -33,7 +33,7 @@ class Work:
 
 async def test_a_task_that_ends_is_logged_and_started_again(caplog: pytest.LogCaptureFixture) -> None:
     clock, registry, work = FakeClock(), CollectorRegistry(), Work()
-    keeper = TaskSupervisor(clock, Metrics(registry), pause=1.0)
+    keeper = Background(clock, Metrics(registry).task_failed, pause=1.0)
     with caplog.at_level(logging.ERROR):
         keeper.keep(Task.HEALTH, work.run)
         for begun in (1, 2):

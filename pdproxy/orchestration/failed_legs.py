@@ -1,0 +1,143 @@
+"""The legs that failed under one prompt: what they say about their nodes, and which retries are left."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pdproxy.errors import Fault, NodeFault, PdproxyError, untraced
+from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, blame, decide, final_step
+from pdproxy.nodes.outlier import Source, Verdict
+from pdproxy.nodes.pool import Pool
+from pdproxy.observe.labels import Leg
+from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.client_errors import final_error, no_node_error
+from pdproxy.orchestration.context import OrchestrationConfig
+from pdproxy.planning.plan_types import NoNode
+
+_NO_NAMES = frozenset[str]()
+
+
+class _InDoubt(NamedTuple):
+    """A leg whose request may have caused its fault."""
+
+    leg: Leg
+    node: str
+    fault: Fault
+    moment: Moment
+
+
+class FailedLegs:
+    """Records each leg of one prompt that fails; while none does, it costs a comparison.
+
+    A fault that the prompt may have caused is told to the pool once another node has served the prompt, or at the end,
+    when none has; never where the same node has served it after all.
+
+    Attributes:
+        excluded: names of nodes that are not planned for this prompt again: those that failed it, and one that its
+            stream leaves.
+        on_going_node: the last leg that failed did so on a node that goes away.
+    """
+
+    __slots__ = (
+        "_broken", "_config", "_in_doubt", "_last", "_metrics", "_moment", "_pool", "_source", "_used", "excluded",
+        "on_going_node",
+    )  # fmt: skip
+
+    def __init__(self, pool: Pool, config: OrchestrationConfig, metrics: Metrics, source: Source) -> None:
+        self._pool = pool
+        self._config = config
+        self._metrics = metrics
+        self._source = source
+        self.excluded = _NO_NAMES
+        self._in_doubt: tuple[_InDoubt, ...] = ()
+        self._broken: dict[Leg, int] = {}
+        """Nodes that broke off, one after another."""
+        self.restart(Moment.OPENING)
+
+    def restart(self, moment: Moment) -> None:
+        """All retries are left: the prompt starts, or goes on elsewhere. ``moment``: of decode legs that fail now."""
+        self._moment = moment
+        self._used: dict[Leg, int] = {}
+        self._last: tuple[Leg, NodeFault] | None = None
+        self.on_going_node = False
+
+    # -- what the pool is told
+
+    def failed(self, leg: Leg, name: str, fault: Fault, moment: Moment = Moment.OPENING) -> None:
+        """A leg failed on a node: it counts against the node now, later, or not at all."""
+        self.excluded |= {name}
+        failed = _InDoubt(leg, name, fault, moment)
+        match blame(leg, fault):
+            case Blame.IN_DOUBT:
+                self._in_doubt += (failed,)
+            case Blame.YES:
+                self._tell(failed, Verdict.NODE)
+
+    def began(self, leg: Leg, name: str) -> None:
+        """A leg goes well: legs of its kind that did not get so far elsewhere failed by their nodes' fault; after a
+        decode leg, prefill legs too."""
+        self._pool.leg_began(name, leg)
+        if self._in_doubt:
+            self._served(name, lambda failed: failed.moment is not Moment.STREAMING and leg in (Leg.DECODE, failed.leg))
+
+    def ended(self, leg: Leg, name: str) -> None:
+        """A leg has ended well."""
+        self._pool.leg_ended(name, leg, self._source.client)
+        if self._in_doubt:
+            self._served(name, lambda failed: leg in (Leg.DECODE, failed.leg))
+
+    def served(self, leg: Leg, name: str) -> None:
+        """A leg whose answer comes in one piece has begun and ended well."""
+        self._pool.leg_began(name, leg)
+        self.ended(leg, name)
+
+    def close(self) -> None:
+        """The prompt is at its end: no node has served what failed until now. Idempotent."""
+        if self._in_doubt:
+            in_doubt, self._in_doubt = self._in_doubt, ()
+            for failed in in_doubt:
+                self._tell(failed, Verdict.UNSERVED)
+
+    # -- what follows
+
+    def next_step(self, leg: Leg, fault: NodeFault, *, ticket_works: bool = False) -> Step:
+        """The next step after a leg that failed before its first event, by the failure table."""
+        self._last = (leg, untraced(fault))
+        used, config = self._used.get(leg, 0), self._config
+        broken, retries = self.broke_off(leg, fault), config.retries - used
+        options = RetryOptions(config.on_prefill_failure, retries, ticket_works=ticket_works, broken=broken)
+        step = decide(leg, self._moment if leg is Leg.DECODE else Moment.OPENING, fault.fault, options)
+        self._used[leg] = used + (fault.fault not in NO_RETRY_USED)
+        self._metrics.step_taken(leg, fault.fault, step)
+        return step
+
+    def broke_off(self, leg: Leg, fault: NodeFault) -> int:
+        """How many nodes broke off under the prompt, one after another, with the one of this fault, if it did: the
+        prompt may be what ends their processes."""
+        self._broken[leg] = broken = self._broken.get(leg, 0) + (fault.fault is Fault.RESET or fault.resent)
+        return broken
+
+    def went_on(self, leg: Leg) -> None:
+        """A leg got further than those of its kind that broke off."""
+        if self._broken:
+            self._broken.pop(leg, None)
+
+    def no_node_left(self, error: NoNode) -> PdproxyError:
+        """The error where a next step finds no node: that of the last fault, if there was one that says something.
+
+        How a node fails that is ending says nothing: vLLM answers 500 then. There is no node, for now.
+        """
+        if self._last is None or self.on_going_node:
+            return no_node_error(error)
+        leg, fault = self._last
+        return final_error(leg, Moment.OPENING, final_step(leg, Moment.OPENING, fault.fault), fault)
+
+    def _served(self, name: str, tells_of: Callable[[_InDoubt], bool]) -> None:
+        served = [failed for failed in self._in_doubt if tells_of(failed)]
+        self._in_doubt = tuple(failed for failed in self._in_doubt if failed not in served)
+        for failed in served:
+            if failed.node != name:
+                self._tell(failed, Verdict.SERVED)
+
+    def _tell(self, failed: _InDoubt, verdict: Verdict) -> None:
+        streaming = failed.moment is Moment.STREAMING
+        self._pool.leg_failed(failed.node, failed.leg, failed.fault, self._source, verdict, streaming=streaming)
