@@ -83,6 +83,7 @@ COUNTERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "reads": {"outcome": (*ReadOutcome,)},
     "leases_ended": {"how": tuple(LeaseEnd)},
     "unused_tickets": {},
+    "own_tickets": {},
     "barred_tickets": {"reason": PATH_FAILURES},
     "path_probes": {"outcome": tuple(ProbeOutcome)},
     "tickets_returned": {"outcome": ("sent", "not_held", "unreachable")},
@@ -178,6 +179,10 @@ class Counters:
     def ticket_unused(self) -> None:
         """A valid ticket was not read: the local cache held everything that it covers, or there was no room to read."""
         self._add("unused_tickets", (), 1)
+
+    def ticket_own(self) -> None:
+        """A node was given a ticket that it had issued itself: the prompt is taken from its own prefix cache."""
+        self._add("own_tickets", (), 1)
 
     def ticket_barred(self, reason: ReadOutcome) -> None:
         """A valid ticket was not read: an earlier read from its engine ended so, and no probe has passed since."""

@@ -156,10 +156,11 @@ class Quarantine:
 
 @dataclass(slots=True)
 class _Read:
-    """An accepted ticket. `nonce`: of its read; empty until vLLM has planned it."""
+    """An accepted ticket, at `since` (monotonic seconds). `nonce`: of its read; empty until vLLM has planned it."""
 
     request: Any
     issued_at: float
+    since: float
     nonce: str = ""
     blocks: list[Any] = field(default_factory=list)
     end: ReadEnd | None = None
@@ -201,9 +202,13 @@ class ReadTracker:
         """Whether a read is ordered or running."""
         return any(read.nonce for read in self._reads.values())
 
-    def accept(self, request: Any, ticket: Ticket) -> None:
+    def accept(self, request: Any, ticket: Ticket, now: float) -> None:
         """The request has a valid ticket."""
-        self._reads[request.request_id] = _Read(request, ticket.issued_at)
+        self._reads[request.request_id] = _Read(request, ticket.issued_at, now)
+
+    def waiting_since(self, before: float) -> list[Any]:
+        """The requests that vLLM has not admitted, and whose tickets were accepted before this time."""
+        return [read.request for read in self._reads.values() if not read.nonce and read.since < before]
 
     def start(self, request_id: str, *, blocks: Sequence[Any], hit: int, pull: int) -> None:
         """Blocks are allocated, into which vLLM reads in the next step. With `pull` 0 it only gives notice.

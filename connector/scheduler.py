@@ -28,8 +28,9 @@ from connector.prefill_tickets import HandOvers, TicketIssuer
 from connector.resume_order import engine_secret
 from connector.resumed_requests import ResumedRequests, ResumeLimits
 from connector.scheduler_base import SchedulerBase
-from connector.ticket import Expected
-from connector.ticket_fields import Refusal, prompt_digest, unsuitable
+from connector.shared_cache import SharedCache
+from connector.ticket import Expected, Ticket
+from connector.ticket_fields import Refusal, RefusalReason, prompt_digest, unsuitable
 from connector.transfer_params import (
     Action,
     IssueTicket,
@@ -50,6 +51,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.pdproxy.scheduler")
+_NO_ROOM = (
+    "Request %s: computing its prompt. Its ticket has waited for over %.0f s for room in this node's cache, in which %d "
+    "leases wait for other nodes' reads."
+)
+_NEVER_ISSUED = "the ticket names this engine, which has not issued it: no two nodes may have the same engine_id"
 _REFUSED = "Request %s: kv_transfer_params refused (%s): %s. Computing locally."
 
 ALIAS_BYTES = 18
@@ -76,7 +82,9 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             wall=time.time,
         )
         self.quarantine = Quarantine()
-        self.admission = Admission(sequence_blocks(vllm_config, kv_cache_config), lambda: self.quarantine.blocks)
+        self._sizes = sequence_blocks(vllm_config, kv_cache_config)
+        self.admission = Admission(self._sizes, lambda: self.quarantine.blocks)
+        self._shared = SharedCache(kv_cache_config.num_blocks, decodes=config.role.decodes)
         self._reads = ReadTracker(self.counters, self.quarantine, self._ranks, lambda: secrets.token_hex(8))
         self.set_fingerprint(self._fingerprint)
         self._given_back: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -119,8 +127,10 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         match action:
             case IssueTicket() if self._tickets.on_new_request(request.request_id, action):
                 return action.params()
+            case ReadTicket(ticket) if ticket.engine_id == self._engine_id:
+                self._serve_own(request, ticket)
             case ReadTicket(ticket):
-                self._reads.accept(request, ticket)
+                self._reads.accept(request, ticket, time.monotonic())
                 return ticket.params()
             case ReleaseHandOver(hand_over):
                 self._tickets.release(hand_over)
@@ -128,6 +138,15 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
                 self.counters.refused(reason)
                 log.warning(_REFUSED, request.request_id, reason, detail)
         return None
+
+    def _serve_own(self, request: "Request", ticket: Ticket) -> None:
+        """An engine cannot read from itself, and need not: the blocks are in its prefix cache. The lease ends now."""
+        verdict = self.take_back(ticket.engine_id, ticket.request_id, secrets.token_hex(8))
+        if verdict is Verdict.UNKNOWN:
+            self.counters.refused(RefusalReason.OWN_ENGINE)
+            log.warning(_REFUSED, request.request_id, RefusalReason.OWN_ENGINE, _NEVER_ISSUED)
+        else:
+            self.counters.ticket_own()
 
     def take_back(self, engine_id: str, alias: str, nonce: str) -> Verdict:
         """A decode node gives a ticket back; called in the side channel's thread. Whether its blocks were held so far:
@@ -146,8 +165,10 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         return self.admission.answer(request, self._offer(request, num_computed_tokens))
 
     def _offer(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        params = request.kv_transfer_params
-        if params is None or not params.get("do_remote_prefill"):
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and not self._shared.admits(request.request_id, self._blocks(request)):
+            return None, False
+        if not params.get("do_remote_prefill"):
             return 0, False
         tokens = self._ticket_tokens(request)
         if tokens > num_computed_tokens and self._is_barred(request):
@@ -162,15 +183,32 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         if reason is None:
             return False
         self.counters.ticket_barred(reason)
+        self._give_back(request)
+        return True
+
+    def _give_back(self, request: "Request") -> None:
+        """Return the ticket of a request that has no blocks yet; its prompt is computed."""
         super().request_finished(request, ())  # stops its heartbeats, and orders the return
         self._reads.on_request_finished(request)
-        return True
+
+    def _give_up_waiting_reads(self) -> None:
+        """Give back the tickets that wait for room here while this node's own leases wait for other nodes' reads."""
+        overdue = self._reads.waiting_since(time.monotonic() - self._config.lease_duration) if len(self._leases) else ()
+        for request in overdue:
+            self.counters.ticket_unused()
+            log.warning(_NO_ROOM, request.request_id, self._config.lease_duration, len(self._leases))
+            self._give_back(request)
+
+    def _blocks(self, request: "Request") -> int:
+        return self._sizes.most(request.num_tokens)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """vLLM plans the read; ours gets its order, and the source of the prompt's tokens is recorded."""
         self.admission.on_admitted(request.request_id, num_external_tokens)
-        params = request.kv_transfer_params
-        reads = params is not None and bool(params.get("do_remote_prefill"))
+        params = request.kv_transfer_params or {}
+        reads = bool(params.get("do_remote_prefill"))
+        if params.get("do_remote_decode"):
+            self._shared.begin(request.request_id, self._blocks(request))
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if request.num_computed_tokens > 0:
             # Back from a load of another connector: our own reads were counted with the workers' report.
@@ -198,6 +236,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
         """vLLM's metadata for the workers, with our orders."""
+        self._give_up_waiting_reads()
         meta = ConnectorMetadata.extending(super().build_connector_meta(scheduler_output))
         for _ in range(self._given_back.qsize()):
             self._tickets.take_back(*self._given_back.get())
@@ -222,6 +261,8 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             self._paths.on_probed(report.paths_passed, report.paths_failed, time.monotonic())
             for ticket in self._reads.on_worker_report(report):
                 self._return_ticket(ticket)
+        for request_id in connector_output.finished_sending or ():
+            self._shared.end(request_id)
         self._tickets.on_finished_sending(connector_output.finished_sending or ())
         super().update_connector_output(connector_output)
         self._on_reads_finished(connector_output.finished_recving or set(), connector_output.failed_recving)
@@ -264,6 +305,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         # Without blocks there is nothing for vLLM to hold.
         held, answer = super().request_finished(request, block_ids if wanted else ())
         if not held or answer is None:
+            self._shared.end(request_id)
             self._tickets.drop(request_id)
             return False, None
         digest = prompt_digest(request, answer["remote_num_tokens"], adapter.digest)

@@ -34,6 +34,7 @@ HELP: Mapping[str, str] = {
     "reads": "Reads that ended, by outcome, counted on each rank.",
     "leases_ended": "Leases that ended on this prefill node, by how.",
     "unused_tickets": "Good tickets that were not read: nothing was left to pull, or there was no room.",
+    "own_tickets": "Tickets that this node had issued itself: their prompts came from its own prefix cache.",
     "barred_tickets": "Good tickets not read, as an earlier read from their engine had ended so (reason).",
     "path_probes": "Probes of the paths to barred prefill engines, by outcome.",
     "tickets_returned": "Tickets given back without a read, by how that ended, counted on each rank.",

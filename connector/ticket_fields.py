@@ -53,6 +53,7 @@ class RefusalReason(StrEnum):
     FINGERPRINT = "fingerprint"
     NUMBER = "number"
     DIGEST = "digest"
+    OWN_ENGINE = "own_engine"
 
 
 @dataclass(frozen=True, slots=True)

@@ -398,7 +398,8 @@ class WorkerBase(NixlPullConnectorWorker):
         while not self._failed_handshakes.empty():
             engine_id, failure = self._failed_handshakes.get()
             self._peer_engines.on_handshake_failed(engine_id, failure, time.monotonic())
-            self._half_loaded.add(engine_id)
+            if engine_id != self.engine_id:  # whose entries every read needs
+                self._half_loaded.add(engine_id)
         if self._handshake_futures:
             return
         for engine_id in self._half_loaded - self._remote_agents.keys():

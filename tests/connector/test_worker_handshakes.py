@@ -276,6 +276,25 @@ def test_nodes_that_do_not_go_together_are_incompatible_and_not_unreachable(
     assert NEW not in worker._remote_agents
 
 
+def test_a_failed_handshake_with_an_engine_of_its_own_id_leaves_what_reads_need(
+    make: MakeRank, new_node: Prefill
+) -> None:
+    worker = make()
+    own = {name: entries[worker.engine_id] for name, entries in per_engine(worker).items()}
+    assert own
+    with closing(Stopping(Prefill(worker.engine_id, compatible=False))) as twin:
+        assert read(worker, order("r", twin.prefill.port, engine=worker.engine_id)) is ReadOutcome.INCOMPATIBLE
+    assert {name: per_engine(worker)[name].get(worker.engine_id) for name in own} == own
+    assert read(worker, order("s", new_node.port)) is ReadOutcome.VERIFIED
+
+
+def per_engine(worker: ConnectorWorker) -> dict[str, Any]:
+    """What vLLM keeps of each engine, where its own is among them."""
+    return {
+        name: value for name, value in vars(worker).items() if isinstance(value, dict) and worker.engine_id in value
+    }
+
+
 def test_sizes_that_cannot_go_together_are_incompatible(make: MakeRank, new_node: Prefill) -> None:
     worker = make()
 
