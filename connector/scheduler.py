@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.pdproxy.scheduler")
 _NO_ROOM = (
-    "Request %s: computing its prompt. Its ticket has waited for over %.0f s for room in this node's cache, in which %d "
-    "leases wait for other nodes' reads."
+    "Request %s: computing its prompt. Its ticket has waited for over %.0f s for room in this node's cache, in which "
+    "%d leases wait for other nodes' reads."
 )
 _NEVER_ISSUED = "the ticket names this engine, which has not issued it: no two nodes may have the same engine_id"
 _REFUSED = "Request %s: kv_transfer_params refused (%s): %s. Computing locally."

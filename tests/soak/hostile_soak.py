@@ -34,8 +34,8 @@ HOSTILE = 1 / 20
 GRACE = 6.0
 """Seconds for a node that serves again to be found well: the circuit's cool-down, a probe, the preflight."""
 DISTINCT = 200
-"""Requests of one client before it repeats them. What the proxy remembers of prompts is bounded, at more than a soak can
-fill: with new prompts until the end it would grow until the end. With these it has met all within two minutes."""
+"""Requests of one client before it repeats them. What the proxy remembers of prompts is bounded, at more than a soak
+can fill: with new prompts until the end it would grow until the end. With these it has met all within two minutes."""
 LOOK = 0.2
 """Seconds between two looks at the nodes' states and at the process's memory."""
 SERVING = frozenset({State.UP, State.PROBING})
