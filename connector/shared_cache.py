@@ -8,7 +8,8 @@ for this node. Two rules keep such a circle from closing, and one opens those th
   requests pass it. One leg alone may always run, however long its prompt is.
 - A ticket that this node has issued itself is not read: the prompt's blocks are in its own prefix cache.
 - A node that holds leases gives the tickets back that it could not begin to read within one lease duration, and
-  computes these prompts. Else the readers' heartbeats would extend the leases on the other node for as long as the circle lasts.
+  computes these prompts. Else the readers' heartbeats would extend the leases on the other node for as long as the
+  circle lasts.
 
 A node that only prefills, or only decodes, is in no circle: none of this applies to it.
 """
