@@ -216,7 +216,9 @@ class World:
             (peer.reads if order.pull_tokens else peer.returns)[name] = read
         for engine, info in peer.node.side._heartbeat_by_engine.items():
             there = self.peers.get(engine)
-            for alias in info.req_ids if there is not None else ():
+            if there is None:
+                continue
+            for alias in info.req_ids:
                 if (lease := there.leases.get(there.aliases.get(alias, ""))) is not None:
                     lease.until = max(lease.until, self.now + EXTENSION)
 
