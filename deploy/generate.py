@@ -1,7 +1,7 @@
 """Write what is made of something else (`make generate`), with the chart's copies: Helm reads its own folder alone.
 
-Of the settings' models a page and a JSON schema, of `deploy.dashboard` the dashboard, of the alert rules those of the
-chart, which speak of its own release alone.
+Of the settings' models a page and a JSON schema, of the list of models what starts on which GPU, of `deploy.dashboard`
+the dashboard, of the alert rules those of the chart, which speak of its own release alone.
 """
 
 import json
@@ -11,10 +11,13 @@ import yaml
 
 from deploy.dashboard import dashboard
 from deploy.local.paths import ROOT
+from deploy.memory import known
+from deploy.memory_page import page
 from deploy.promql import with_matchers
 from pdproxy.settings.reference import printed, printed_schema, reference, schema
 
 PAGE = ROOT / "docs" / "settings.md"
+MEMORY = ROOT / "docs" / "memory.md"
 SCHEMA = ROOT / "docs" / "settings.schema.json"
 VALUES = ROOT / "helm" / "pdproxy" / "values.schema.json"
 CHART_FILES = ROOT / "helm" / "pdproxy" / "files"
@@ -49,6 +52,7 @@ def generated() -> dict[Path, str]:
     board = dashboard()
     return {
         PAGE: reference(),
+        MEMORY: page(known()),
         SCHEMA: printed_schema(),
         VALUES: values_schema(VALUES.read_text(encoding="utf-8")),
         BOARD: board,

@@ -134,7 +134,15 @@ SMALL: Mapping[str, Any] = {
 
 COMPOSE = ROOT / "compose.yaml"
 VARIABLE = re.compile(r"\$\{(\w+)(?:(:?-)([^}]*))?\}")
-TAKEN = ("UCX_TLS", "UCX_NET_DEVICES", "RESUME_ARGS", "COMPILE_CACHE")
+TAKEN = (
+    "UCX_TLS",
+    "UCX_NET_DEVICES",
+    "RESUME_ARGS",
+    "COMPILE_CACHE",
+    "MAX_NUM_SEQS",
+    "TOOL_PARSER",
+    "REASONING_PARSER",
+)
 """Compose's variables for this machine: taken from the environment, as PREFILL_ARGS and DECODE_ARGS are."""
 TELLING = {"UCX_LOG_LEVEL": "info"}
 """Has UCX say which transports and devices it uses."""

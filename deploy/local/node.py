@@ -16,6 +16,8 @@ SERVED_NAME = "tiny-hybrid"
 WORKER = "connector.cpu_worker.SeededCPUWorker"
 """A request with a seed ends vLLM 0.32 on a CPU without it."""
 
+MAX_NUM_SEQS = 128
+"""Requests that a small node works on at a time: what vLLM has by default on one CPU node."""
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """One process for scheduler and model, as on one GPU. By its whole name: vLLM turns "uni" into "mp" on a CPU, whose two
 processes wait for each other by spinning, which two cores cannot afford."""
@@ -117,6 +119,7 @@ def command(spec: NodeSpec) -> list[str]:
     """
     line = [sys.executable, "-m", SERVER, "--model", str(spec.model), "--served-model-name", spec.served_name]
     line += ["--host", HOST, "--port", str(spec.port), "--max-model-len", str(spec.max_model_len)]
+    line += ["--max-num-seqs", str(MAX_NUM_SEQS)]
     line += ["--dtype", "bfloat16", "--mamba-ssm-cache-dtype", "float32", "--enforce-eager", "--enable-prefix-caching"]
     line += ["--enable-prompt-tokens-details", "--worker-cls", WORKER]
     if spec.tensor_parallel_size > 1:

@@ -1,4 +1,5 @@
-"""vLLM's own parser takes the command lines of nodes that compose.yaml, the chart, docs and the run-book have."""
+"""vLLM's own parser takes the command lines of nodes that compose.yaml, the chart, docs and the run-book have, and our
+arithmetic says that each starts on the GPU that it is for."""
 
 import re
 import shlex
@@ -11,6 +12,7 @@ import pytest
 
 from deploy.gpu import Machine, Options, pair
 from deploy.local.paths import MODEL, ROOT
+from deploy.memory import Flags, fit, flags_of, gpu_gib, known, load, sentence, with_room
 from tests.deploy.compose import resolved
 from tests.helm.engine import Engine, Manifest, Manifests, engine, only_container, read_values, value_files
 
@@ -41,6 +43,57 @@ def assert_publishes(options: Namespace) -> None:
     assert events.endpoint.startswith("tcp://*:")
     assert events.replay_endpoint.startswith("tcp://*:")
     assert options.prefix_caching_hash_algo == "sha256_cbor"
+
+
+GPU = 80
+"""GB of the GPU that examples are for, where they do not say."""
+
+
+def assert_starts(words: list[str], options: Namespace, gpu: int = GPU) -> str:
+    """The node starts, with room, and its parsers are those of its model; what its example's comment must say."""
+    flags = flags_of(words)
+    assert flags == Flags(
+        tp=options.tensor_parallel_size,
+        dp=options.data_parallel_size,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens or Flags.max_num_batched_tokens,
+        gpu_memory=options.gpu_memory_utilization,
+        block_size=options.block_size or 0,
+        text_only=bool(options.language_model_only),
+    ), "vLLM's parser reads the same"
+    name = options.model_tag
+    assert with_room(load(name), gpu_gib(gpu), flags).refusals() == []
+    listed = known()[name]
+    assert (options.tool_call_parser, options.enable_auto_tool_choice) == (listed["tool_parser"], True)
+    assert options.reasoning_parser == listed["reasoning_parser"]
+    return f"On {gpu} GB: {sentence(fit(load(name), gpu_gib(gpu), flags))}."
+
+
+def comment_of(text: str) -> str:
+    """The line of an example that says what fits."""
+    [line] = re.findall(r"^ *# (On \d+ GB: .*)$", text, re.MULTILINE)
+    return str(line)
+
+
+def test_vllm_has_the_parsers_that_are_named() -> None:
+    tools = pytest.importorskip("vllm.tool_parsers").ToolParserManager
+    reasoning = pytest.importorskip("vllm.reasoning").ReasoningParserManager
+    for listed in known().values():
+        assert tools.get_tool_parser(listed["tool_parser"])
+        assert not listed["reasoning_parser"] or reasoning.get_reasoning_parser(listed["reasoning_parser"])
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_compose_node_starts_on_the_gpu_that_its_comment_names(parse: Parse, role: str) -> None:
+    words = resolved(role)[role]["command"]
+    assert comment_of((ROOT / "compose.yaml").read_text()) == assert_starts(words, parse(words))
+
+
+def test_a_gpu_that_is_too_small_for_the_default_is_refused_by_the_flags_name(parse: Parse) -> None:
+    words = resolved("prefill")["prefill"]["command"]
+    with pytest.raises(AssertionError, match="--tensor-parallel-size 1: of 38"):
+        assert_starts(words, parse(words), gpu=48)
 
 
 @pytest.mark.parametrize(("profile", "name"), NODES)
@@ -91,6 +144,32 @@ def test_the_command_of_a_chart_node_is_parsed(parse: Parse, helm: Engine, value
         assert_publishes(options)
 
 
+EXAMPLES = sorted(
+    name
+    for name, path in value_files().items()
+    if path and path.parent.name == "examples" and name != "no-gpu" and "model" in read_values(path)
+)
+"""Examples with a model and GPUs; the others are added to one of these."""
+
+
+@pytest.mark.parametrize("values", EXAMPLES)
+def test_a_chart_example_starts_on_the_gpu_that_its_comment_names(parse: Parse, helm: Engine, values: str) -> None:
+    path = value_files()[values]
+    assert path
+    said = comment_of(path.read_text(encoding="utf-8"))
+    found = set()
+    for _, pod in node_pods(helm.manifests(read_values(value_files()[values]))):
+        words = as_started(only_container(pod))
+        found.add(assert_starts(words, parse(words)))
+    assert said in found
+
+
+def test_the_charts_own_values_start(parse: Parse, helm: Engine) -> None:
+    for _, pod in node_pods(helm.manifests({})):
+        words = as_started(only_container(pod))
+        assert_starts(words, parse(words))
+
+
 def as_on_host(container: Manifest, rank: int) -> list[str]:
     """The arguments on one host of an engine, for a model that is there and whose layers can be cut so often."""
     filled = [
@@ -132,9 +211,11 @@ def told(values: dict[str, Any], role: str) -> tuple[int, int, bool]:
 
 def test_the_documented_command_is_parsed(parse: Parse) -> None:
     [command] = re.findall(r"vllm serve (.*?\}')", (ROOT / "docs" / "install.md").read_text(), re.DOTALL)
-    options = parse(shlex.split(command.replace("\\\n", " ")))
+    words = shlex.split(command.replace("\\\n", " "))
+    options = parse(words)
     assert options.kv_transfer_config.kv_role == "kv_producer"
     assert_reuses(options)
+    assert_starts(words, options)
 
 
 def test_the_commands_of_the_run_book_are_parsed(parse: Parse, tmp_path: Path) -> None:

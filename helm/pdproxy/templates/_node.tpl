@@ -143,12 +143,20 @@ spec:
 - --enable-expert-parallel
 {{- end }}
 - --max-model-len={{ int64 $v.model.maxLength }}
+- --max-num-seqs={{ int64 $v.model.maxSequences }}
 - --gpu-memory-utilization={{ $v.model.gpuMemory }}
 {{- with $v.model.blockSize }}
 - --block-size={{ . }}
 {{- end }}
 {{- with $v.model.prefixMatchUnit }}
 - --prefix-match-unit={{ . }}
+{{- end }}
+{{- with $v.model.toolParser }}
+- --enable-auto-tool-choice
+- --tool-call-parser={{ . }}
+{{- end }}
+{{- with $v.model.reasoningParser }}
+- --reasoning-parser={{ . }}
 {{- end }}
 - --enable-prefix-caching
 - --enable-prompt-tokens-details
