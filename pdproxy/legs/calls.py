@@ -12,6 +12,7 @@ from pdproxy.legs.node_headers import for_client
 from pdproxy.legs.parse import LARGE
 from pdproxy.legs.rewrite import release_body, resume_body
 from pdproxy.nodes.node import Node
+from pdproxy.observe.tracing import LegSpan
 from pdproxy.raw_json import LIST, SMALL, first_byte, kind_of_items
 from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, media_type, read_json, write_json
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
@@ -69,6 +70,7 @@ async def prefill(
     headers: Headers,
     timeouts: Timeouts,
     on_resend: Callable[[], None],
+    span: LegSpan | None = None,
 ) -> PrefillAnswer:
     """Run the prefill leg to its end; ``body`` is from `rewrite.prefill_body`, ``headers`` are the client's.
 
@@ -81,7 +83,7 @@ async def prefill(
     """
     return read_prefill(
         endpoint,
-        await read_answer(await _post(transport, node, endpoint, write_json(body), headers, timeouts, on_resend)),
+        await read_answer(await _post(transport, node, endpoint, write_json(body), headers, timeouts, span, on_resend)),
     )
 
 
@@ -107,6 +109,7 @@ async def decode(
     headers: Headers,
     timeouts: Timeouts,
     form: LegForm = LegForm(),  # noqa: B008 - frozen
+    span: LegSpan | None = None,
     *,
     stream: bool,
 ) -> HttpResponse:
@@ -120,9 +123,9 @@ async def decode(
     """
     raw = write_json(body)
     if form.route is StreamRoute.JOURNALED:
-        response = await _open_journaled(transport, node, endpoint, raw, headers, timeouts, form.records)
+        response = await _open_journaled(transport, node, endpoint, raw, headers, timeouts, form.records, span)
     else:
-        response = await _post(transport, node, endpoint, raw, headers, timeouts)
+        response = await _post(transport, node, endpoint, raw, headers, timeouts, span)
     kind = media_type(response.headers)
     if stream == (kind == EVENT_STREAM):
         return response
@@ -138,11 +141,14 @@ async def _open_journaled(
     headers: Headers,
     timeouts: Timeouts,
     records: bytes,
+    span: LegSpan | None,
 ) -> HttpResponse:
     """A stream with a journal; one that a node leaves to the endpoint itself is a NO_ROUTE fault."""
     path = STREAMS_PATH + endpoint
     try:
-        return await _post(transport, node, path, resume_body(body, records) if records else body, headers, timeouts)
+        return await _post(
+            transport, node, path, resume_body(body, records) if records else body, headers, timeouts, span
+        )
     except NodeFault as fault:
         if _left_to_endpoint(fault):
             raise NodeFault(Fault.NO_ROUTE, f"status {fault.status} from {path}", status=fault.status) from fault
@@ -183,13 +189,15 @@ async def _post(
     body: bytes,
     headers: Headers,
     timeouts: Timeouts,
+    span: LegSpan | None = None,
     on_resend: Callable[[], None] | None = None,
 ) -> HttpResponse:
     """The response to a leg; a status that is not 2xx is a fault with a bounded body, and closes the response."""
     fields = (*[field for field in headers if field[0] not in _OF_THE_LEG], *_LEG_HEADERS)
     if len(body) > LARGE:
         await asyncio.sleep(0)  # to write it as JSON took some milliseconds, and to send it takes some more
-    response = await transport.send(HttpRequest("POST", node.url + path, fields, body, on_resend), timeouts)
+    traced = None if span is None else span.span
+    response = await transport.send(HttpRequest("POST", node.url + path, fields, body, on_resend, traced), timeouts)
     if 200 <= response.status < 300:
         return response
     try:

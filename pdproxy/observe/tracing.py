@@ -5,14 +5,13 @@ Without tracing, the client's own ``traceparent`` is passed on to the nodes, and
 other calls. The sampler is asked once for each request. A request that it does not choose is handled as without
 tracing, and has no spans; if its client sent no ``traceparent``, the nodes get one that says "not sampled".
 
-A leg's span begins before its call and ends with the leg, which may be long after its response's head. While it is
-entered, a call through the transport is this leg's: it sends the span's ``traceparent``, and gets no span of its own.
+A leg's span begins before its call and ends with the leg, which may be long after its response's head. The call carries
+the span: it sends the span's ``traceparent``, and gets no span of its own.
 """
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from contextvars import ContextVar, Token
-from typing import Any, Self
+from typing import Any
 
 from opentelemetry import context, trace
 from opentelemetry.context import Context
@@ -34,7 +33,6 @@ LONGEST_KEPT = 512
 _PATHS = frozenset(Endpoint)
 _NO_CONTEXT = Context()
 _PROPAGATOR = TraceContextTextMapPropagator()
-_LEG: ContextVar[trace.Span | None] = ContextVar("pdproxy-leg", default=None)
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -95,58 +93,34 @@ def trace_ids() -> dict[str, str]:
 
 
 class LegSpan:
-    """The span of one leg. Inside of it, which may be entered more than once, calls are this leg's; `end` ends it."""
+    """The span of one leg, and of the call that opens it (`transport.port.HttpRequest.span`); `end` ends it.
 
-    __slots__ = ("_span", "_token")
+    Attributes:
+        span: the span itself.
+    """
+
+    __slots__ = ("span",)
 
     def __init__(self, span: trace.Span) -> None:
-        self._span = span
-        self._token: Token[trace.Span | None] | None = None
-
-    def __enter__(self) -> Self:
-        self._token = _LEG.set(self._span)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        token, self._token = self._token, None
-        if token is not None:
-            _LEG.reset(token)
+        self.span = span
 
     def note(self, facts: Mapping[str, str | int | bool]) -> None:
         """Further facts about the leg; their names get a prefix."""
-        if self._span.is_recording():
-            self._span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
+        self.span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
 
     def used(self, usage: Usage) -> None:
         """The tokens that the node reports of this leg."""
-        if self._span.is_recording():
-            self._span.set_attributes(usage_attributes(usage))
+        self.span.set_attributes(usage_attributes(usage))
 
     def failed(self, fault: Fault) -> None:
         """The leg failed."""
-        if self._span.is_recording():
-            self._span.set_attribute(ERROR_TYPE, fault.value)
-            self._span.set_status(trace.StatusCode.ERROR)
+        self.span.set_attribute(ERROR_TYPE, fault.value)
+        self.span.set_status(trace.StatusCode.ERROR)
 
     def end(self) -> None:
         """The leg is over. Idempotent."""
-        if self._span.is_recording():
-            self._span.end()
-
-
-class NoLegSpan(LegSpan):
-    """For all legs of requests that are not traced."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(trace.INVALID_SPAN)
-
-    def __enter__(self) -> Self:
-        return self
-
-
-NO_LEG_SPAN = NoLegSpan()
+        if self.span.is_recording():
+            self.span.end()
 
 
 def leg_span(
@@ -159,11 +133,6 @@ def leg_span(
     own = {"pdproxy.leg": leg.value, **{f"pdproxy.{name}": value for name, value in facts.items()}}
     attributes = {**operation_attributes(endpoint, model), **own}
     return LegSpan(tracer.start_span(span_name(endpoint, label), kind=trace.SpanKind.CLIENT, attributes=attributes))
-
-
-def current_leg_span() -> trace.Span | None:
-    """The span of the leg whose call is being made; None outside of one."""
-    return _LEG.get()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -69,7 +69,8 @@ class OrchestrationConfig:
 
     def prefill_timeouts(self, remaining_seconds: float) -> Timeouts:
         """For a prefill leg of a request that has so many seconds left."""
-        return _within(remaining_seconds, self.connect, self.prefill_headers, self.stall)
+        connect, stall = min(self.connect, remaining_seconds), min(self.stall, remaining_seconds)
+        return Timeouts(connect, min(self.prefill_headers, remaining_seconds), stall, whole=remaining_seconds)
 
     def decode_timeouts(self, remaining_seconds: float) -> Timeouts:
         """For a decode leg of a request that has so many seconds left."""
@@ -79,11 +80,7 @@ class OrchestrationConfig:
 
     def release_timeouts(self) -> Timeouts:
         """For each call of a release."""
-        return _within(self.release, self.connect, self.release, self.release)
-
-
-def _within(seconds: float, connect: float, headers: float, stall: float) -> Timeouts:
-    return Timeouts(min(connect, seconds), min(headers, seconds), min(stall, seconds), whole=seconds)
+        return Timeouts(min(self.connect, self.release), self.release, self.release, whole=self.release)
 
 
 EARLY = 0.01
@@ -96,9 +93,10 @@ def deadline_passed(clock: Clock, deadline: float) -> bool:
 
 def remaining_seconds(clock: Clock, deadline: float) -> float:
     """Seconds that are left; raises the `ClientError` 504 where none are."""
-    if deadline_passed(clock, deadline):
+    left = deadline - clock.now()
+    if left <= EARLY:
         raise deadline_error()
-    return deadline - clock.now()
+    return left
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from pdproxy.nodes.node import Node
 from pdproxy.nodes.outlier import Source
 from pdproxy.nodes.pool_entry import Slot
 from pdproxy.observe.labels import Leg, Move, Phase
-from pdproxy.observe.tracing import NO_LEG_SPAN, LegSpan, leg_span
+from pdproxy.observe.tracing import LegSpan, leg_span
 from pdproxy.orchestration.client_errors import final_error
 from pdproxy.orchestration.context import OrchestrationContext, deadline_passed, remaining_seconds
 from pdproxy.orchestration.failed_legs import FailedLegs
@@ -57,7 +57,6 @@ class UpstreamRequest:
         record: of this prompt.
         recomputed: the decode node had a ticket and computed the prompt all the same, as far as its usage shows.
         nodes: which nodes it goes to.
-        leg_span: of the decode leg; ended with it.
     """
 
     def __init__(self, context: OrchestrationContext, sub_request: SubRequest, record: PromptRecord) -> None:
@@ -73,12 +72,13 @@ class UpstreamRequest:
         self._decode_node: Node | None = None
         self.hand_over: HandOver | None = None
         self.recomputed = False
-        self.leg_span: LegSpan = NO_LEG_SPAN
         # What it holds, beside its place in the queue.
         self._slot: Slot | None = None
         """On the decode node."""
         self._response: HttpResponse | None = None
         """Of the decode leg."""
+        self._span: LegSpan | None = None
+        """Of the decode leg, where it is traced."""
         self._unread: tuple[Node, str] | None = None
         """A prefill node, and the id of the hand-over that it may hold."""
         self._sent_twice = False
@@ -124,7 +124,8 @@ class UpstreamRequest:
         """The prefill leg. What the node may hold of one that fails is released."""
         context, asked = self._context, self.sub_request
         hand_over_id, tokens = context.new_hand_over_id(), self.nodes.prompt_tokens
-        body = prefill_body(asked.endpoint, asked.body, hand_over_id, asked.shape.choices)
+        endpoint = asked.request.endpoint
+        body = prefill_body(endpoint, asked.held.content, hand_over_id, asked.shape.choices)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
         self.record.enter(Phase.PREFILL, node.name)
         load, headers, began = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node), context.clock.now()
@@ -133,22 +134,25 @@ class UpstreamRequest:
         context.metrics.prefill_began(node.model, tokens)
         span = self._begin_span(Leg.PREFILL, node)
         try:
-            with LegWait(slot, self.nodes.possible), span:
+            with LegWait(slot, self.nodes.possible):
                 answer = await prefill(
-                    context.transport, node, asked.endpoint, body, headers, timeouts, self._note_sent_twice
+                    context.transport, node, endpoint, body, headers, timeouts, self._note_sent_twice, span
                 )
         except NodeFault as fault:
-            span.failed(fault.fault)
+            if span is not None:
+                span.failed(fault.fault)
             if fault.fault in NOTHING_HELD:
                 self._forget_hand_over()
             self._release_hand_over()
             raise
         else:
-            span.used(Usage(answer.prompt_tokens, None, answer.cached_tokens))
+            if span is not None:
+                span.used(Usage(answer.prompt_tokens, None, answer.cached_tokens))
         finally:
             context.metrics.prefill_ended(node.model, tokens)
             slot.release()
-            span.end()
+            if span is not None:
+                span.end()
         self._failed.served(Leg.PREFILL, node.name)
         self._failed.went_on(Leg.PREFILL)
         self.nodes.prefilled(node, answer)
@@ -171,17 +175,16 @@ class UpstreamRequest:
         context, asked = self._context, self.sub_request
         ticket = None if self.hand_over is None else self.hand_over.answer.ticket
         form = form_for(node)
-        body = decode_body(asked.body, ticket, form)
+        body = decode_body(asked.held.content, ticket, form)
         timeouts = context.config.decode_timeouts(self.remaining_seconds())
         self.record.enter(Phase.HANDOVER, node.name)
         slot, stream = self._held_slot(), asked.shape.stream
         with LegWait(slot, self.nodes.possible):
             headers = self.nodes.begin_leg(node)
-            self.leg_span = self._begin_span(Leg.DECODE, node)
-            with self.leg_span:
-                self._response = response = await decode(
-                    context.transport, node, asked.endpoint, body, headers, timeouts, form, stream=stream
-                )
+            self._span = span = self._begin_span(Leg.DECODE, node)
+            self._response = response = await decode(
+                context.transport, node, asked.request.endpoint, body, headers, timeouts, form, span, stream=stream
+            )
             self.record.enter(Phase.DECODE, node.name)
             result = await read_answer(response)
         self._state = TRANSITIONS[self._state, Transition.FIRST_EVENT]
@@ -195,15 +198,16 @@ class UpstreamRequest:
         if self._move is None:  # one that has moved may begin only to break off where it did before
             self._failed.went_on(Leg.DECODE)
         self.nodes.first_event(node, self.hand_over)
-        if self.hand_over is not None:
-            self.leg_span.note({"prefill_node": self.hand_over.node.name})
+        if span is not None and self.hand_over is not None:
+            span.note({"prefill_node": self.hand_over.node.name})
         self.record.began(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)
         return result
 
     async def _after_failed_decode(self, node: Node, fault: NodeFault) -> Node:
         """The decode node for the next try: another one for the same ticket, this one at its endpoint, or that of a
         new plan; or the client's error is raised."""
-        self.leg_span.failed(fault.fault)
+        if self._span is not None:
+            self._span.failed(fault.fault)
         step = self._next_step(Leg.DECODE, node, fault, ticket_works=self._ticket_works())
         await self._close_decode_leg()
         if step is Step.SAME_TICKET:
@@ -257,11 +261,11 @@ class UpstreamRequest:
         if self.record.route is None:
             self.record.local_reason = reason
 
-    def _begin_span(self, leg: Leg, node: Node) -> LegSpan:
-        """The span of a leg that begins now; none where that of its request is not recorded."""
+    def _begin_span(self, leg: Leg, node: Node) -> LegSpan | None:
+        """The span of a leg that begins now; None where that of its request is not recorded."""
         context, asked = self._context, self.sub_request
         if context.tracer is None or not trace.get_current_span().is_recording():
-            return NO_LEG_SPAN
+            return None
         model = asked.request.model
         facts: dict[str, str | int | bool] = {"node": node.name, "cohort": node.cohort, "prompt": asked.index}
         label = model if context.metrics.models.label(model) == model else ""
@@ -306,7 +310,8 @@ class UpstreamRequest:
 
     def broke_off(self, fault: NodeFault) -> int:
         """The node failed after its first event: how many nodes broke off under the stream, one after another."""
-        self.leg_span.failed(fault.fault)
+        if self._span is not None:
+            self._span.failed(fault.fault)
         self._record_fault(Leg.DECODE, self.node_name, fault, Moment.STREAMING)
         return self._failed.broke_off(Leg.DECODE, fault)
 
@@ -358,8 +363,9 @@ class UpstreamRequest:
         slot, self._slot = self._slot, None
         if slot is not None:
             slot.release()
-        self.leg_span.end()
-        self.leg_span = NO_LEG_SPAN
+        span, self._span = self._span, None
+        if span is not None:
+            span.end()
         response, self._response = self._response, None
         if response is not None:
             await response.aclose()
@@ -397,7 +403,8 @@ class UpstreamRequest:
 
     def record_usage(self, usage: Usage) -> None:
         """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt."""
-        self.leg_span.used(usage)
+        if self._span is not None:
+            self._span.used(usage)
         self.nodes.admission.used((usage.prompt or 0) + (usage.completion or 0))
         if self.resumed:
             self.record.used(msgspec.structs.replace(usage, cached=None), None)
@@ -423,7 +430,8 @@ class UpstreamRequest:
         """The decode node computed the prompt again; what it has not read is released."""
         asked, hand_over = self.sub_request, self.hand_over
         _LOG.warning("request %s: the decode node computed the prompt again", asked.name)
-        self.leg_span.note({"recomputed": True})
+        if self._span is not None:
+            self._span.note({"recomputed": True})
         if hand_over is not None:
             release_later(self._context, hand_over.node, asked.request.model, hand_over.hand_over_id, asked.headers)
 

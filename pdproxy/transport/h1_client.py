@@ -9,7 +9,7 @@ import asyncio
 import logging
 import select
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Literal
 
 import msgspec
@@ -158,12 +158,13 @@ class H1Transport:
         if pooled is None:
             return await self._send_on_fresh(target, request, head, timeouts, due)
         try:
-            response = await self._exchange(pooled, request, head, timeouts, due)
+            await pooled.exchange(request.method, head, request.body, timeouts, due)
         except NodeFault:
             left = min(timeouts.headers, pooled.resend_seconds)
             if not self._may_resend(left, due):
                 raise
         else:
+            response = H1Response(pooled, self._pool)
             if response.status != _REQUEST_TIMEOUT:
                 return response
             left = timeouts.headers - (asyncio.get_running_loop().time() - began)
@@ -198,18 +199,8 @@ class H1Transport:
     ) -> HttpResponse:
         left = due - asyncio.get_running_loop().time()
         fresh = await self._connect(target, min(timeouts.connect, left))
-        return await self._exchange(fresh, request, head, timeouts, due)
-
-    async def _exchange(
-        self, connection: H1Connection, request: HttpRequest, head: bytes, timeouts: Timeouts, due: float
-    ) -> HttpResponse:
-        connection.begin(request.method, head, request.body, due)
-        try:
-            await connection.head(timeouts.headers)
-        except BaseException:
-            connection.abort()
-            raise
-        return H1Response(connection, self._pool, timeouts)
+        await fresh.exchange(request.method, head, request.body, timeouts, due)
+        return H1Response(fresh, self._pool)
 
     async def _connect(self, target: Target, seconds: float) -> H1Connection:
         loop = asyncio.get_running_loop()
@@ -227,34 +218,31 @@ class H1Transport:
 
 
 class H1Response:
-    """See `port.HttpResponse`."""
+    """See `port.HttpResponse`. Once it is closed, its connection serves another one: it is not touched any more."""
 
-    def __init__(self, connection: H1Connection, pool: ConnectionPool, timeouts: Timeouts) -> None:
-        self._connection = connection
+    __slots__ = ("_connection", "_pool", "headers", "status")
+
+    def __init__(self, connection: H1Connection, pool: ConnectionPool) -> None:
+        self._connection: H1Connection | None = connection
         self._pool = pool
-        self._stall = timeouts.stall
-        self._wait = timeouts.first_piece
-        self._closed = False
         self.status: int = connection.answer.status
         self.headers: Headers = connection.answer.headers
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self
 
-    async def __anext__(self) -> bytes:
-        if self._closed:
-            raise StopAsyncIteration
-        piece = await self._connection.piece(self._wait)
-        if not piece:
-            raise StopAsyncIteration
-        self._wait = self._stall
-        return piece
+    def __anext__(self) -> Coroutine[None, None, bytes]:
+        return _closed() if self._connection is None else self._connection.piece()
 
     async def pipe_to(self, sink: Sink) -> None:
-        if not self._closed:
-            await self._connection.pipe_to(sink, self._stall)
+        if self._connection is not None:
+            await self._connection.pipe_to(sink)
 
     async def aclose(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._pool.give_back(self._connection)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._pool.give_back(connection)
+
+
+async def _closed() -> bytes:
+    raise StopAsyncIteration

@@ -10,56 +10,60 @@ from pdproxy.response import Sink
 from pdproxy.sockets import keep_alive
 from pdproxy.transport.faults import ProtocolError, timeout_fault, while_exchanging
 from pdproxy.transport.h1_messages import Origin, ResponseParser
+from pdproxy.transport.port import Timeouts
 
 
 class Watchdog:
-    """Calls ``on_timeout`` when one `watch` lasts longer than its seconds.
+    """Calls ``on_timeout`` when nothing was heard for as long as `watch` says.
 
-    The timer is not moved at each `watch`: when it fires it checks whether the time has come, and is set again if not.
-    So a stream of thousands of pieces sets a handful of timers.
-    ``latest``: when it calls ``on_timeout`` at the latest, in the loop's time.
+    The timer is not moved each time that something is heard: when it fires it looks whether the time has come, and is
+    set again if not. So a stream of thousands of pieces sets a handful of timers.
+
+    Attributes:
+        latest: when it calls ``on_timeout`` at the latest, in the loop's time.
+        heard: when something was heard last, in the loop's time; set for each piece.
+        seconds: that may pass from then on; infinite while it rests.
     """
 
+    __slots__ = ("_fires_at", "_loop", "_on_timeout", "_timer", "heard", "latest", "seconds")
+
     def __init__(self, loop: asyncio.AbstractEventLoop, on_timeout: Callable[[], None]) -> None:
-        self.latest = math.inf
+        self.latest = self.seconds = math.inf
+        self.heard = 0.0
         self._loop = loop
         self._on_timeout = on_timeout
-        self._due: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._fires_at = math.inf
 
     def watch(self, seconds: float) -> None:
-        """Call ``on_timeout`` in ``seconds``, unless `watch` or `rest` is called before. Called for each piece."""
-        due = self._loop.time() + seconds
-        if due > self.latest:
-            due = self.latest
-        self._due = due
+        """Call ``on_timeout`` in ``seconds``, unless something is heard, or it rests, before."""
+        self.heard, self.seconds = self._loop.time(), seconds
+        due = min(self.heard + seconds, self.latest)
         if due < self._fires_at:
             self._set_timer(due)
 
     @property
     def left(self) -> float:
         """Seconds until the watch ends; infinite where there is none."""
-        return math.inf if self._due is None else max(0.0, self._due - self._loop.time())
+        return self.seconds if self.seconds == math.inf else max(0.0, self._due() - self._loop.time())
 
     @property
     def late(self) -> bool:
         """Whether `latest` has passed."""
         return self._loop.time() >= self.latest
 
-    def rest(self) -> None:
-        """End the watch."""
-        self._due = None
-
     def stop(self) -> None:
         """End the watch and cancel the timer."""
-        self._due = None
+        self.seconds = math.inf
         self._cancel_timer()
 
     def close(self) -> None:
         """`stop` for good: ``on_timeout`` is not called again, nor referred to."""
         self.stop()
         self._on_timeout = _nothing
+
+    def _due(self) -> float:
+        return min(self.heard + self.seconds, self.latest)
 
     def _set_timer(self, due: float) -> None:
         self._cancel_timer()
@@ -72,10 +76,11 @@ class Watchdog:
 
     def _fire(self) -> None:
         self._timer, self._fires_at = None, math.inf
-        if self._due is None:
+        if self.seconds == math.inf:
             return
-        if self._loop.time() < self._due:
-            self._set_timer(self._due)
+        due = self._due()
+        if self._loop.time() < due:
+            self._set_timer(due)
         else:
             self._on_timeout()
 
@@ -85,7 +90,7 @@ def _nothing() -> None:
 
 
 _FULL = 256 * 1024
-"""Bytes of body that wait here before the node is made to wait."""
+"""Bytes that wait here, of a body and its frames, before the node is made to wait."""
 _ONE_WRITE = 64 * 1024
 """Up to this size head and body are joined: one system call is worth more than the copy."""
 
@@ -113,12 +118,15 @@ class H1Connection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._timeouts = (Fault.HEADERS_TIMEOUT, 0.0)
         self._failure: NodeFault | None = None
-        self._busy = self._lost = self._paused = False
+        self._stall = self._piece_wait = 0.0
+        self._untaken = 0
+        """Bytes that came since a piece was taken last."""
+        self._busy = self._paused = False
 
     @property
     def lost(self) -> bool:
         """Whether it is closed or closing."""
-        return self._lost or self._transport is None or self._transport.is_closing()
+        return self._transport is None or self._transport.is_closing()
 
     @property
     def is_reusable(self) -> bool:
@@ -131,63 +139,71 @@ class H1Connection(asyncio.Protocol):
         """The socket's descriptor, -1 once it is closed."""
         return -1 if self._transport is None else int(self._transport.get_extra_info("socket").fileno())
 
-    def begin(self, method: str, head: bytes, body: bytes, due: float) -> None:
-        """Send a request. Its response must have ended at ``due``, in the loop's time."""
-        self.answer.expect(method)
+    async def exchange(self, method: str, head: bytes, body: bytes, timeouts: Timeouts, due: float) -> None:
+        """Send a request; return when its response's head has come. All of it must have ended at ``due``, in the loop's
+        time. Where no head comes, the connection is closed.
+
+        Raises:
+            NodeFault: RESET, or HEADERS_TIMEOUT.
+        """
+        answer = self.answer
+        answer.expect(method)
         self._watchdog.latest = due
+        self._stall, self._piece_wait, self._untaken = timeouts.stall, timeouts.first_piece, 0
         self._busy, lost = True, self.lost
         self._failure = while_exchanging(None, self._where) if lost else None
-        if self._transport is None or lost:
-            return
-        if len(body) <= _ONE_WRITE:
-            self._transport.write(head + body)
-        else:
-            self._transport.write(head)
-            self._transport.write(body)
+        if self._transport is not None and not lost:
+            if len(body) <= _ONE_WRITE:
+                self._transport.write(head + body)
+            else:
+                self._transport.write(head)
+                self._transport.write(body)
+        try:
+            while not answer.has_head:
+                await self._wait(Fault.HEADERS_TIMEOUT, timeouts.headers)
+        except BaseException:
+            self.abort()
+            raise
 
-    async def head(self, seconds: float) -> None:
-        """Return when the response's head has come.
-
-        Raises:
-            NodeFault: RESET, or HEADERS_TIMEOUT when it took longer than ``seconds``.
-        """
-        while not self.answer.has_head:
-            await self._wait(Fault.HEADERS_TIMEOUT, seconds)
-
-    async def piece(self, seconds: float) -> bytes:
-        """The next piece of the body, b"" at its end.
+    async def piece(self) -> bytes:
+        """The next piece of the body; StopAsyncIteration at its end.
 
         Raises:
-            NodeFault: RESET, or STALL when nothing came for ``seconds``, or the exchange is overdue.
+            NodeFault: RESET, or STALL when nothing came for too long, or the exchange is overdue.
         """
-        if self._watchdog.late and not self.answer.ended:
+        answer = self.answer
+        if not answer.ended and self._watchdog.late:
             overdue = timeout_fault(Fault.STALL, self._where)
             self._fail(overdue)
             raise untraced(overdue)
-        while not self.answer.pending and not self.answer.ended:
-            await self._wait(Fault.STALL, seconds)
-        piece = self.answer.take()
-        self._resume()
-        return piece
+        while not answer.pieces:
+            if answer.ended:
+                raise StopAsyncIteration
+            await self._wait(Fault.STALL, self._piece_wait)
+        self._piece_wait, self._untaken = self._stall, 0
+        if self._paused:
+            self._resume()
+        return answer.take()
 
-    async def pipe_to(self, sink: Sink, seconds: float) -> None:
+    async def pipe_to(self, sink: Sink) -> None:
         """See `port.HttpResponse.pipe_to`. The last piece, the end and a fault are left to `piece`."""
-        if self.answer.pending or self.answer.ended or self._failure is not None:
+        if self.answer.pieces or self.answer.ended or self._failure is not None:
             return
         self._sink = sink
         try:
-            await self._wait(Fault.STALL, seconds)
+            await self._wait(Fault.STALL, self._stall)
         finally:
             self._sink = None
 
     def rest(self) -> None:
         """End the exchange: bytes that come from now on were not asked for."""
         self._busy = False
-        self.answer.take()
-        self._resume()
+        self.answer.pieces.clear()
+        if self._paused:
+            self._resume()
 
     def abort(self) -> None:
-        """Close at once; a pending `head` or `piece` raises RESET. Idempotent."""
+        """Close at once; a pending `exchange` or `piece` raises RESET. Idempotent."""
         self._fail(NodeFault(Fault.RESET, f"{self._where}: closed by us"))
         self._watchdog.stop()
 
@@ -200,7 +216,7 @@ class H1Connection(asyncio.Protocol):
         try:
             await self._waiter
         finally:
-            self._watchdog.rest()
+            self._watchdog.seconds = math.inf
             self._waiter = None
 
     def _wake(self, bug: BaseException | None = None) -> None:
@@ -209,13 +225,7 @@ class H1Connection(asyncio.Protocol):
                 self._waiter.set_result(None)
             else:
                 self._waiter.set_exception(bug)
-            self._watchdog.rest()  # what was awaited is here, even if the waiter runs only after the timer
-
-    def _awaited(self) -> bool:
-        """Whether what was waited for is here: half a head must not extend the time for the head."""
-        if self._timeouts[0] is Fault.HEADERS_TIMEOUT:
-            return self.answer.has_head
-        return self.answer.pending > 0 or self.answer.ended
+            self._watchdog.seconds = math.inf  # what was awaited is here, even if the waiter runs only after the timer
 
     def _on_timeout(self) -> None:
         fault, seconds = self._timeouts
@@ -243,27 +253,38 @@ class H1Connection(asyncio.Protocol):
         if not self._busy:
             self.abort()
             return
+        answer, sink = self.answer, self._sink
         try:
-            self.answer.feed(data)
+            answer.feed(data)
         except ProtocolError as error:
             self._fail(while_exchanging(error, self._where))
             return
-        if self._sink is not None and self.answer.pending and not self.answer.ended:
-            try:
-                more = self._sink(self.answer.take())
-            except BaseException as bug:  # raised in `pipe_to` as well: the event loop only logs it
-                self._wake(bug)
-                raise
-            if more:
-                self._watchdog.watch(self._timeouts[1])
-            else:  # ends the wait of `pipe_to`
-                self._sink = None
-                self._wake()
+        if sink is None or answer.ended or not answer.pieces:
+            self._keep(answer, len(data))
             return
-        if self.answer.pending > _FULL and self._transport is not None and not self._transport.is_closing():
-            self._transport.pause_reading()
-            self._paused = True
-        if self._awaited():
+        try:
+            more = sink(answer.take())
+        except BaseException as bug:  # raised in `pipe_to` as well: the event loop only logs it
+            self._wake(bug)
+            raise
+        if more:
+            self._watchdog.heard = self._loop.time()
+        else:  # ends the wait of `pipe_to`
+            self._sink = None
+            self._wake()
+
+    def _keep(self, answer: ResponseParser, size: int) -> None:
+        """What came stays here until it is read."""
+        if answer.pieces:
+            self._untaken += size
+            if self._untaken > _FULL and self._transport is not None and not self._transport.is_closing():
+                self._transport.pause_reading()
+                self._paused = True
+        if self._timeouts[0] is not Fault.HEADERS_TIMEOUT:
+            awaited = bool(answer.pieces) or answer.ended
+        else:  # half a head must not extend the time for the head
+            awaited = answer.has_head
+        if awaited:
             self._wake()
 
     def resume_writing(self) -> None:
@@ -272,7 +293,6 @@ class H1Connection(asyncio.Protocol):
             self._watchdog.watch(self._timeouts[1])
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = True
         if self._failure is None and self._busy and not self.answer.ended:
             if self.answer.silent:
                 self.resend_seconds = self._watchdog.left

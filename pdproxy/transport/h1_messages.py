@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -15,6 +16,9 @@ _PORTS = {"http": 80, "https": 443}
 _OURS = HOP_BY_HOP | {"accept-encoding", "content-length", "expect", "host"}
 """Headers that belong to one connection or that we set ourselves: never taken from a caller."""
 
+_WITHOUT_BODY = frozenset({"GET", "HEAD"})
+_ENDS_WORD = re.compile("[ \\r\\n\\0]").search
+
 
 class Origin(NamedTuple):
     """What a pooled connection is connected to."""
@@ -26,11 +30,13 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """Where a URL leads: an origin, its ``Host`` header, and the path with its query."""
+    """Where a URL leads: an origin, its ``Host`` header, the path with its query, and the head's part behind the method
+    that is the same for all requests there."""
 
     origin: Origin
     host: str
     path: str
+    start: str
 
 
 @functools.lru_cache(maxsize=512)  # nearly all requests go to a few addresses
@@ -38,17 +44,21 @@ def target_of(url: str) -> Target:
     """Take an absolute http(s) URL apart.
 
     Raises:
-        ValueError: another scheme, no host, credentials in the URL, or a bad port.
+        ValueError: another scheme, no host, credentials in the URL, a bad port, or a space or line break in it.
     """
     parts = urlsplit(url)
     if parts.scheme not in _PORTS or not parts.hostname or parts.username is not None:
         raise ValueError(f"{url!r} is not of the form http(s)://host[:port]/path")
     path = parts.path or "/"
+    path = f"{path}?{parts.query}" if parts.query else path
+    if _ENDS_WORD(path + parts.netloc):
+        raise ValueError(f"{url!r} has a space, a line break or a NUL in it")
     port = parts.port if parts.port is not None else _PORTS[parts.scheme]
     return Target(
         origin=Origin(parts.scheme, parts.hostname, port),
         host=parts.netloc,
-        path=f"{path}?{parts.query}" if parts.query else path,
+        path=path,
+        start=f" {path} HTTP/1.1\r\nhost: {parts.netloc}\r\naccept-encoding: identity",
     )
 
 
@@ -56,7 +66,7 @@ def fields_of(request: HttpRequest, target: Target) -> Headers:
     """The header fields of a request, ours first, without those of a caller that belong to one connection."""
     end_to_end = [field for field in request.headers if field[0] not in _OURS]
     fields = [("host", target.host), ("accept-encoding", "identity"), *end_to_end]
-    if request.body or request.method not in ("GET", "HEAD"):
+    if request.body or request.method not in _WITHOUT_BODY:
         fields.append(("content-length", str(len(request.body))))
     return tuple(fields)
 
@@ -67,14 +77,14 @@ def request_head(request: HttpRequest, target: Target) -> bytes:
     Raises:
         ValueError: a line break or a NUL in the method, the path or a header: it would be read as something else.
     """
-    lines = [f"{request.method} {target.path} HTTP/1.1"]
-    lines += [f"{name}: {value}" for name, value in fields_of(request, target)]
-    text = "\r\n".join(lines)
-    if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1 or "\0" in text:
-        raise ValueError("a request head must not contain line breaks of its own")
-    if lines[0].count(" ") != 2:
-        raise ValueError(f"the request line {lines[0]!r} has a space too many")
-    return (text + "\r\n\r\n").encode("latin-1")
+    method, body = request.method, request.body
+    lines = [f"{name}: {value}" for name, value in request.headers if name not in _OURS]
+    if body or method not in _WITHOUT_BODY:
+        lines.append(f"content-length: {len(body)}")
+    text = "\r\n".join((method, *lines))
+    if text.count("\n") != len(lines) or text.count("\r") != len(lines) or "\0" in text or " " in method:
+        raise ValueError("a request head must not contain line breaks of its own, nor a method a space")
+    return f"{method}{target.start}{text[len(method) :]}\r\n\r\n".encode("latin-1")
 
 
 _OVERHEAD = 128 * 1024
@@ -93,10 +103,12 @@ class ResponseParser:
         reusable: it has ended, and the connection can carry another. Not after a 5xx: servers close connections after
             an unhandled error without saying so (uvicorn), and the next request would be lost with them.
         silent: no byte has come since `expect`.
-        pending: bytes of body that have not been taken yet.
+        pieces: of body that have not been taken yet. httptools itself appends to it: a stream has many pieces.
     """
 
     def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.on_body = self.pieces.append
         self._parser = httptools.HttpResponseParser(self)
         self.expect("GET")
 
@@ -106,11 +118,10 @@ class ResponseParser:
         self.headers: Headers = ()
         self.has_head = self.ended = self.reusable = False
         self.silent = True
-        self.pending = 0
+        self.pieces.clear()
         self._bodiless = method == "HEAD"
         self._ends_with_connection = False
         self._fields: list[tuple[str, str]] = []
-        self._pieces: list[bytes] = []
         self._overhead = 0
 
     def feed(self, data: bytes) -> None:
@@ -120,17 +131,29 @@ class ResponseParser:
             ProtocolError: it is not HTTP, an upgrade, or far too much head.
         """
         self.silent = False
-        self._overhead += len(data)
         try:
             self._parser.feed_data(data)
         except PARSING as error:
-            if isinstance(error.__context__, ProtocolError):  # of our own, out of a callback
-                raise error.__context__ from None
-            if not self.ended:
-                raise ProtocolError(f"not an HTTP answer ({type(error).__name__}: {error})") from error
-            self.reusable = False
+            self._on_parser_stopped(error)
+        if self.pieces and not self._bodiless:
+            self._overhead = 0
+        else:
+            self._count_overhead(len(data))
+
+    def _count_overhead(self, size: int) -> None:
+        self.pieces.clear()
+        self._overhead += size
         if self._overhead > _OVERHEAD and not self.ended:
             raise ProtocolError(f"more than {_OVERHEAD} bytes came that are no body")
+
+    def _on_parser_stopped(self, error: Exception) -> None:
+        """What came behind the whole answer was not asked for. Before it has ended, it is no answer."""
+        if self.ended:
+            self.reusable = False
+        elif isinstance(error.__context__, ProtocolError):  # of our own, out of a callback
+            raise error.__context__ from None
+        else:
+            raise ProtocolError(f"not an HTTP answer ({type(error).__name__}: {error})") from error
 
     def feed_eof(self) -> bool:
         """Take the end of the connection. True where that is how the answer ends (no length, not chunked)."""
@@ -146,14 +169,15 @@ class ResponseParser:
 
     def take(self) -> bytes:
         """All of the body that is here and was not taken yet."""
-        pieces, self._pieces, self.pending = self._pieces, [], 0
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        taken = b"".join(self.pieces)  # no copy of a single one
+        self.pieces.clear()
+        return taken
 
-    # What httptools calls.
+    # What httptools calls, beside `on_body`.
 
     def on_message_begin(self) -> None:
         if self.ended:
-            self.reusable = False  # a response that was not asked for
+            raise ProtocolError("a response that was not asked for")
         self._fields = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -164,20 +188,16 @@ class ResponseParser:
         status = self._parser.get_status_code()
         if status < 200 or self.has_head:
             return
-        codings = [value.lower() for name, value in self._fields if name == "transfer-encoding"]
-        if codings not in ([], ["chunked"]):
-            raise ProtocolError(f"transfer coding {', '.join(codings)!r}, which is not supported here")
+        names = [name for name, _ in self._fields]
+        chunked = "transfer-encoding" in names
+        if chunked:
+            codings = [value.lower() for name, value in self._fields if name == "transfer-encoding"]
+            if codings != ["chunked"]:
+                raise ProtocolError(f"transfer coding {', '.join(codings)!r}, which is not supported here")
         self.status, self.headers, self.has_head = status, tuple(self._fields), True
         self._fields = []
-        framed = bool(codings) or any(name == "content-length" for name, _ in self.headers)
-        self._ends_with_connection = not framed and status not in _BODILESS
+        self._ends_with_connection = not chunked and "content-length" not in names and status not in _BODILESS
         self.ended = self._bodiless  # the parser cannot know; the connection is not used again
-
-    def on_body(self, body: bytes) -> None:
-        if not self.ended:
-            self._pieces.append(body)
-            self.pending += len(body)
-            self._overhead = 0
 
     def on_message_complete(self) -> None:
         if self.has_head and not self.ended:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import msgspec
+from opentelemetry import trace
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
@@ -47,6 +48,7 @@ class HttpRequest(msgspec.Struct, frozen=True):
         headers: without host, content-length and hop-by-hop ones.
         on_resend: called when the request is about to be sent a second time (`Transport.send`), for a caller that has
             to give back what the first copy may have taken.
+        span: of the leg that the request opens, where that leg is traced.
     """
 
     method: str
@@ -54,6 +56,7 @@ class HttpRequest(msgspec.Struct, frozen=True):
     headers: Headers = ()
     body: bytes = b""
     on_resend: Callable[[], None] | None = None
+    span: trace.Span | None = None
 
 
 class HttpResponse(Protocol):

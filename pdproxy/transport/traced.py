@@ -9,7 +9,7 @@ from opentelemetry import trace
 
 from pdproxy.errors import NodeFault
 from pdproxy.observe.gen_ai import Attributes
-from pdproxy.observe.tracing import current_leg_span, outward
+from pdproxy.observe.tracing import outward
 from pdproxy.response import Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
 
@@ -25,9 +25,8 @@ class TracedTransport:
     async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         """As the inner transport, under a client span that lasts until the response is closed; a leg's call under the
         leg's span."""
-        leg = current_leg_span()
-        if leg is not None:
-            return await self._send_leg(leg, request, timeouts)
+        if request.span is not None:
+            return await self._send_leg(request.span, request, timeouts)
         if not trace.get_current_span().is_recording():
             return await self.inner.send(request, timeouts)
         span = self._begin(request)
