@@ -95,10 +95,8 @@ def _request(each: AnswerRecord) -> Mapping[str, object]:
 
 def _seconds(each: AnswerRecord) -> Mapping[str, float]:
     """By phase; what came before is part of the wait."""
-    first = each.first
-    took, (_, began) = first.took(first.clock()), first.phases[0]
-    spent = {phase: took.get(phase, 0.0) for phase in (*_BARS, Phase.QUEUE)}
-    spent[Phase.QUEUE] += began - each.request.arrived
+    spent = {phase: each.first.so_far(phase) for phase in (*_BARS, Phase.QUEUE)}
+    spent[Phase.QUEUE] += each.first.began - each.request.arrived
     return {phase.value: round(seconds, 4) for phase, seconds in spent.items()}
 
 

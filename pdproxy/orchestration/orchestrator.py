@@ -21,7 +21,7 @@ from pdproxy.orchestration.fanout import FanOut, gather_bounded, merge_answers
 from pdproxy.orchestration.forward import ForwardRequest, forward
 from pdproxy.orchestration.recorder import Recorder
 from pdproxy.orchestration.relay import Relay
-from pdproxy.orchestration.request_record import AnswerRecord, RequestRecord, Route, server_timing
+from pdproxy.orchestration.request_record import AnswerRecord, RequestRecord, Route
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json, LegForm, SubRequest, write_json
 from pdproxy.response import ProxyResponse
@@ -62,14 +62,20 @@ class Orchestrator:
         """
         record = self._recorder.begin(request)
         try:
-            return await self._answer(request, record)
+            upstreams = await self._upstreams(request, record)
+            if request.stream:
+                return await self._streamed(record, upstreams)
+            body = await _whole_answer(upstreams, self._context.config.fan_out)
         except UpstreamErrorResponse as error:
             self._recorder.ended_by(record, error)
-            own, timing = error.response, server_timing(record.took(self._context.clock.now()))
-            return ProxyResponse(own.status, (*own.headers, *_own_headers(record, timing)), own.body)
+            own = error.response
+            return ProxyResponse(own.status, (*own.headers, *_own_headers(record)), own.body)
         except BaseException as error:
             self._recorder.ended_by(record, error)
             raise
+        self._recorder.began(record)
+        self._recorder.end(record, Outcome.OK)
+        return ProxyResponse(200, (_JSON_HEADER, *_own_headers(record), *_route_headers(record)), body)
 
     async def forward(self, request: ForwardRequest) -> ProxyResponse:
         """The response of one suitable node to a request that the proxy does not understand (embeddings, tokenize, …).
@@ -112,14 +118,6 @@ class Orchestrator:
             answers += form.choices * lengths.expected(model, form.longest)
         return prompt, answers
 
-    async def _answer(self, request: ClientRequest, record: AnswerRecord) -> ProxyResponse:
-        upstreams = await self._upstreams(request, record)
-        if request.stream:
-            return await self._streamed(record, upstreams)
-        body = await _buffered_body(upstreams, self._context.config.fan_out)
-        timing = self._recorder.answered(record)
-        return ProxyResponse(200, (_JSON_HEADER, *_own_headers(record, timing), *_route_headers(record)), body)
-
     async def _streamed(self, record: AnswerRecord, upstreams: list[UpstreamRequest]) -> ProxyResponse:
         on_end = functools.partial(self._recorder.end, record)
         single = len(upstreams) == 1
@@ -129,8 +127,8 @@ class Orchestrator:
         except BaseException:
             await stream.aclose()
             raise
-        timing = self._recorder.stream_began(record)
-        return ProxyResponse(200, (*_STREAM_HEADERS, *_own_headers(record, timing), *_route_headers(record)), stream)
+        self._recorder.began(record)
+        return ProxyResponse(200, (*_STREAM_HEADERS, *_own_headers(record), *_route_headers(record)), stream)
 
     async def _upstreams(self, request: ClientRequest, record: AnswerRecord) -> list[UpstreamRequest]:
         """One for each prompt."""
@@ -148,19 +146,19 @@ class Orchestrator:
         return upstreams
 
 
-async def _buffered_body(upstreams: Sequence[UpstreamRequest], width: int) -> bytes:
+async def _whole_answer(upstreams: Sequence[UpstreamRequest], width: int) -> bytes:
     """The body for the client; at most ``width`` prompts are answered at once. Closes all upstreams, on every exit."""
     if len(upstreams) == 1:
-        return (await _buffered_answer(upstreams[0]))[0]
-    answers = await gather_bounded([functools.partial(_buffered_answer, upstream) for upstream in upstreams], width)
-    return _encode(merge_answers([answer for _, answer in answers]))
+        return (await _answer_of(upstreams[0]))[0]
+    answers = await gather_bounded([functools.partial(_answer_of, upstream) for upstream in upstreams], width)
+    return write_json(merge_answers([answer for _, answer in answers]))
 
 
-async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, object]]:
+async def _answer_of(upstream: UpstreamRequest) -> tuple[bytes, Json]:
     """The answer to one prompt, as bytes (the node's own where nothing had to be changed) and parsed."""
-    sub_request = upstream.sub_request
+    endpoint = upstream.sub_request.endpoint
     try:
-        raw, answer = await upstream.start(lambda _: LegForm(), functools.partial(_read, sub_request.endpoint))
+        raw, answer = await upstream.start(lambda _: LegForm(), functools.partial(_read, endpoint))
         usage = read_usage(answer.get("usage"))
         if usage is not None:
             upstream.record_usage(usage)
@@ -168,8 +166,8 @@ async def _buffered_answer(upstream: UpstreamRequest) -> tuple[bytes, dict[str, 
     finally:
         await upstream.aclose()
     cached = None if upstream.hand_over is None or upstream.recomputed else upstream.hand_over.answer.cached_tokens
-    seen = rewrite_answer(sub_request.endpoint, answer, cached)
-    return raw if seen == answer else _encode(seen), seen
+    seen = rewrite_answer(endpoint, answer, cached)
+    return raw if seen == answer else write_json(seen), seen
 
 
 async def _read(endpoint: Endpoint, response: HttpResponse) -> tuple[bytes, dict[str, object]]:
@@ -181,12 +179,8 @@ async def _read(endpoint: Endpoint, response: HttpResponse) -> tuple[bytes, dict
     return raw, answer
 
 
-def _encode(answer: Json) -> bytes:
-    return write_json(answer)
-
-
-def _own_headers(record: AnswerRecord, timing: str) -> Headers:
-    return (("x-pdproxy-request-id", record.name), ("server-timing", timing))
+def _own_headers(record: AnswerRecord) -> Headers:
+    return (("x-pdproxy-request-id", record.name), ("server-timing", record.server_timing()))
 
 
 def _route_headers(record: AnswerRecord) -> Headers:

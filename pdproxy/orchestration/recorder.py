@@ -7,7 +7,7 @@ the request has ended.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from opentelemetry import trace
 
@@ -31,7 +31,6 @@ from pdproxy.orchestration.request_record import (
     Facts,
     RequestRecord,
     Route,
-    server_timing,
 )
 from pdproxy.request import ClientRequest, SubRequest
 
@@ -45,7 +44,6 @@ _LINES = {
 }
 _LONGEST_MODEL = 200
 """Characters of a model's name that a log line shows: a client can send any."""
-_NOT_OF_THE_START = frozenset({Phase.DECODE, Phase.FIRST_TOKEN, Phase.TOTAL})
 
 
 class Recorder:
@@ -83,27 +81,38 @@ class Recorder:
             asked = gen_ai.request_attributes(request.body, record.choices, stream=request.stream)
             record.span.set_attributes(asked)
 
-    def stream_began(self, record: AnswerRecord) -> str:
-        """The first byte of a stream is there; returns the value of its `Server-Timing`."""
-        record.first_byte = self._clock.now() - record.request.arrived
-        took = record.took()
-        self._observe_start(took)
-        self._metrics.server.first_token(self._labels(record), record.first_byte)
-        return server_timing(took)
-
-    def answered(self, record: AnswerRecord) -> str:
-        """The answer is there, whole, and the request has ended; returns the value of its `Server-Timing`."""
-        now = self._clock.now()
-        record.first_byte = now - record.request.arrived
-        took = record.took(now)
-        self._observe_start(took)
-        self._end(record, Outcome.OK, took)
-        return server_timing(took)
+    def began(self, record: AnswerRecord) -> None:
+        """The first byte for the client is there."""
+        took = record.first.took
+        for phase, seconds in took.items():
+            if phase is not Phase.DECODE:
+                self._metrics.phase_took(phase, seconds)
+        took[Phase.FIRST_TOKEN] = seconds = self._clock.now() - record.request.arrived
+        if record.request.stream:
+            self._metrics.server.first_token(self._labels(record), seconds)
 
     def end(self, record: AnswerRecord, outcome: Outcome) -> None:
         """The request has ended. Later calls do nothing."""
-        if record.failure.outcome is None:
-            self._end(record, outcome, record.took(self._clock.now()))
+        if record.failure.outcome is not None:
+            return
+        request, first, took = record.request, record.first, record.first.took
+        if outcome is Outcome.CLIENT_GONE:
+            outcome = cancelled_outcome(request.left)
+        if outcome is Outcome.FAILED:
+            _explain_failure(record)
+        record.failure.outcome = outcome
+        first.enter(first.phase)
+        took[Phase.TOTAL] = first.entered - request.arrived
+        self._count(record, outcome)
+        self._count_tokens(record)
+        self._observe_end(record, outcome)
+        self._in_flight.end(record, first.entered, outcome)
+        level = _level(outcome)
+        if _LOG.isEnabledFor(level) or record.span is not None:
+            facts = record.facts(outcome)
+            _write_line(level, _ENDED, record, {**facts, "model": record.model[:_LONGEST_MODEL]})
+            if record.span is not None:
+                _end_span(record.span, record, outcome, facts)
 
     def ended_by(self, record: AnswerRecord, error: BaseException) -> None:
         """As `end`, for a request that ends with an error before its answer has begun."""
@@ -137,30 +146,6 @@ class Recorder:
                 facts["lines_left_out"] = unwritten
             _write_line(_level(outcome), _REFUSED, record, facts)
 
-    def _observe_start(self, took: Mapping[Phase, float]) -> None:
-        for phase, seconds in took.items():
-            if phase not in _NOT_OF_THE_START:
-                self._metrics.phase_took(phase, seconds)
-
-    def _end(self, record: AnswerRecord, outcome: Outcome, took: Mapping[Phase, float]) -> None:
-        if outcome is Outcome.CLIENT_GONE:
-            outcome = cancelled_outcome(record.request.left)
-        if outcome is Outcome.FAILED:
-            _explain_failure(record)
-        record.failure.outcome = outcome
-        self._count(record, outcome)
-        self._count_tokens(record)
-        self._observe_end(record, outcome, took)
-        self._in_flight.end(record, record.request.arrived + took[Phase.TOTAL], outcome)
-        level = _level(outcome)
-        logged = _LOG.isEnabledFor(level)
-        if logged or record.span is not None:
-            facts = record.facts(outcome, took)
-            if logged:
-                _write_line(level, _ENDED, record, {**facts, "model": record.model[:_LONGEST_MODEL]})
-            if record.span is not None:
-                _end_span(record.span, record, outcome, facts)
-
     def _count(self, record: RequestRecord, outcome: Outcome) -> None:
         self._metrics.request_ended(record.endpoint, record.model, outcome)
         self._metrics.keys.request_ended(record.key, outcome)
@@ -174,13 +159,13 @@ class Recorder:
                 if route is Route.RECOMPUTED:
                     self._metrics.recomputed()
 
-    def _observe_end(self, record: AnswerRecord, outcome: Outcome, took: Mapping[Phase, float]) -> None:
-        labels, total, server = self._labels(record), took[Phase.TOTAL], self._metrics.server
+    def _observe_end(self, record: AnswerRecord, outcome: Outcome) -> None:
+        labels, took, server = self._labels(record), record.first.took, self._metrics.server
         if Phase.DECODE in took:
             self._metrics.phase_took(Phase.DECODE, took[Phase.DECODE])
-        server.ended(labels, outcome, total)
-        if outcome is Outcome.OK and record.request.stream and record.first_byte is not None:
-            server.output_tokens(labels, record.output_tokens(), total - record.first_byte)
+        server.ended(labels, outcome, took[Phase.TOTAL])
+        if outcome is Outcome.OK and record.request.stream and Phase.FIRST_TOKEN in took:
+            server.output_tokens(labels, record.output_tokens(), took[Phase.TOTAL] - took[Phase.FIRST_TOKEN])
 
     def _labels(self, record: AnswerRecord) -> RequestLabels:
         request = record.request
@@ -214,8 +199,8 @@ def _explain_failure(record: AnswerRecord) -> None:
 def _end_span(span: trace.Span, record: AnswerRecord, outcome: Outcome, facts: Facts) -> None:
     span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
     span.set_attributes(record.attributes())
-    if record.request.stream and record.first_byte is not None:
-        span.set_attribute(gen_ai.TIME_TO_FIRST_CHUNK, record.first_byte)
+    if record.request.stream and Phase.FIRST_TOKEN in record.first.took:
+        span.set_attribute(gen_ai.TIME_TO_FIRST_CHUNK, record.first.took[Phase.FIRST_TOKEN])
     if outcome is not Outcome.OK:
         span.set_attribute(gen_ai.ERROR_TYPE, outcome.value)
     if outcome is Outcome.FAILED:

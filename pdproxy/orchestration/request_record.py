@@ -131,7 +131,10 @@ class PromptRecord(msgspec.Struct, eq=False):
     Attributes:
         clock: monotonic seconds.
         failure: of the request.
-        phases: each one that was entered, and when; the last is the one that it is in.
+        began: when its plan began; it was queued until then.
+        entered: when it entered its phase.
+        phase: the one that it is in.
+        took: seconds spent in each phase that it has left.
         traced: a span is kept, for which more is looked at than the log line tells.
         nodes: name of the node that works in a phase, where one does.
         affinities: whether the nodes of the last plan are its session's own, by role; of policies that know sessions.
@@ -146,8 +149,11 @@ class PromptRecord(msgspec.Struct, eq=False):
 
     clock: Callable[[], float]
     failure: FailureRecord
-    phases: list[tuple[Phase, float]]
+    began: float
+    entered: float
     traced: bool = False
+    phase: Phase = Phase.PLAN
+    took: dict[Phase, float] = {}
     nodes: dict[Phase, str] = {}
     affinities: Mapping[Role, Affinity] = _NO_AFFINITIES
     decision: Decision | None = None
@@ -162,31 +168,21 @@ class PromptRecord(msgspec.Struct, eq=False):
 
     def enter(self, phase: Phase, node: str = "") -> None:
         """The next phase begins."""
-        self.phases.append((phase, self.clock()))
+        moment, took, left = self.clock(), self.took, self.phase
+        took[left] = took.get(left, 0.0) + moment - self.entered
+        self.phase, self.entered = phase, moment
         if node:
             self.nodes[phase] = node
 
-    @property
-    def phase(self) -> Phase:
-        """The one that it is in."""
-        return self.phases[-1][0]
-
-    def took(self, until: float | None = None) -> dict[Phase, float]:
-        """Seconds in each phase that was left; ``until``: when the last one was, which it still is in without."""
-        took: dict[Phase, float] = {}
-        left, since = self.phases[0]
-        for phase, moment in self.phases[1:]:
-            took[left] = took.get(left, 0.0) + moment - since
-            left, since = phase, moment
-        if until is not None:
-            took[left] = took.get(left, 0.0) + until - since
-        return took
+    def in_phase(self) -> float:
+        """Seconds since it entered its phase."""
+        return self.clock() - self.entered
 
     def so_far(self, phase: Phase) -> float:
         """Seconds spent in a phase until now."""
-        return self.took(self.clock()).get(phase, 0.0)
+        return self.took.get(phase, 0.0) + (self.in_phase() if phase is self.phase else 0.0)
 
-    def began(self, route: Route, cohort: str) -> None:
+    def answered(self, route: Route, cohort: str) -> None:
         """The first event of the answer is here; what happens when its stream moves, its moves tell."""
         if self.route is None:
             self.route, self.cohort = route, cohort
@@ -241,10 +237,10 @@ class AnswerRecord(RequestRecord, kw_only=True):
     """A request to a generating endpoint.
 
     Attributes:
-        first: its first prompt, whose phases, nodes and plan stand for the request's.
+        first: its first prompt, whose phases, nodes and plan stand for the request's; the time to the first token, and
+            the total, are added to its phases.
         further: its other prompts.
         choices: how many answers are asked for to each prompt.
-        first_byte: seconds from its arrival until the first byte for the client was there; None until then.
         span: of the request; None where none is kept.
     """
 
@@ -252,21 +248,20 @@ class AnswerRecord(RequestRecord, kw_only=True):
     first: PromptRecord
     further: list[PromptRecord] = []
     choices: int = 1
-    first_byte: float | None = None
     span: trace.Span | None = None
 
     @classmethod
     def of(cls, request: ClientRequest, clock: Callable[[], float], span: trace.Span | None = None) -> "AnswerRecord":
         """The record of a request whose plan begins now; ``clock`` as in `PromptRecord`."""
-        failure, endpoint = FailureRecord(), request.endpoint
-        first = PromptRecord(clock, failure, [(Phase.PLAN, clock())], span is not None)
+        failure, endpoint, now = FailureRecord(), request.endpoint, clock()
+        first = PromptRecord(clock, failure, now, now, span is not None)
         name, path, model, key = request.request_id, endpoint.value, request.model, request.api_key
         return cls(name, path, endpoint, model, key, failure, request=request, first=first, span=span)
 
     def further_prompt(self) -> PromptRecord:
         """The record of one prompt more."""
         first = self.first
-        self.further.append(PromptRecord(first.clock, self.failure, first.phases[:1], first.traced))
+        self.further.append(PromptRecord(first.clock, self.failure, first.began, first.began, first.traced))
         return self.further[-1]
 
     @property
@@ -294,16 +289,12 @@ class AnswerRecord(RequestRecord, kw_only=True):
         usage = None if self.further else self.first.usage
         return 0.0 if usage is None else (usage.completion or 0) / self.choices
 
-    def took(self, until: float | None = None) -> dict[Phase, float]:
-        """As `PromptRecord.took`, with the time to the first byte once it was there, and the total until the end."""
-        took = self.first.took(until)
-        if self.first_byte is not None:
-            took[Phase.FIRST_TOKEN] = self.first_byte
-        if until is not None:
-            took[Phase.TOTAL] = until - self.request.arrived
-        return took
+    def server_timing(self) -> str:
+        """The value of `Server-Timing`, in milliseconds, of the phases up to the first byte."""
+        took = [item for item in self.first.took.items() if item[0] not in _AFTER_FIRST_BYTE]
+        return ", ".join([_TIMINGS[phase] % (seconds * 1000) for phase, seconds in took])
 
-    def facts(self, outcome: Outcome, took: Mapping[Phase, float]) -> Facts:
+    def facts(self, outcome: Outcome) -> Facts:
         """Outcome, nodes, plan, moves, failures, and milliseconds in each phase."""
         first, facts = self.first, Facts(outcome=outcome.value)
         for field, phase in _NODES:
@@ -320,7 +311,7 @@ class AnswerRecord(RequestRecord, kw_only=True):
         if first.local_reason is not None:
             facts["local_reason"] = first.local_reason.value
         facts |= self.failure.facts()
-        for phase, seconds in took.items():
+        for phase, seconds in first.took.items():
             # To tenths; with a number of digits `round` takes five times as long.
             facts[_MILLISECONDS[phase]] = round(seconds * 10_000) / 10
         return facts
@@ -339,13 +330,6 @@ class AnswerRecord(RequestRecord, kw_only=True):
             found[gen_ai.FINISH_REASONS] = reasons
         usage = self.usage()
         return found if usage is None else found | gen_ai.usage_attributes(usage)
-
-
-def server_timing(took: Mapping[Phase, float]) -> str:
-    """The value of `Server-Timing`, in milliseconds, of the phases up to the first byte."""
-    return ", ".join(
-        [_TIMINGS[phase] % (seconds * 1000) for phase, seconds in took.items() if phase not in _AFTER_FIRST_BYTE]
-    )
 
 
 def _move_facts(moves: Sequence[StreamMove]) -> Facts:

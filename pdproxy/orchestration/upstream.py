@@ -200,7 +200,7 @@ class UpstreamRequest:
         self.nodes.first_event(node, self.hand_over)
         if span is not None and self.hand_over is not None:
             span.note({"prefill_node": self.hand_over.node.name})
-        self.record.began(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)
+        self.record.answered(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)
         return result
 
     async def _after_failed_decode(self, node: Node, fault: NodeFault) -> Node:
@@ -455,7 +455,7 @@ class UpstreamRequest:
         shape, streams = self.sub_request.shape, self._context.pool.active(self.node_name)
         if shape.stream and usage.completion and not self.record.moves and streams:
             tokens = usage.completion // shape.choices
-            self._context.work.append(Decoded(streams, tokens, self.record.so_far(Phase.DECODE)))
+            self._context.work.append(Decoded(streams, tokens, self.record.in_phase()))
 
 
 def _depends_on_pair(asked: SubRequest, node: Node) -> bool:

@@ -88,18 +88,18 @@ class SampleState:
 
     def _requests(self) -> None:
         for name, endpoint, prefill, decode, seconds in ROUTES:
-            until = self.clock.now()
-            record = AnswerRecord.of(self._request(name, endpoint, until - sum(seconds)), self.clock.now)
-            entered = [(phase, until - sum(seconds[place:])) for place, phase in enumerate(PHASES[: len(seconds)])]
-            record.first.phases = entered
+            record = AnswerRecord.of(self._request(name, endpoint), self.clock.now)
+            record.first.took = dict(zip(PHASES, seconds, strict=False))
+            record.first.phase = PHASES[len(seconds) - 1]
             of_phases = {Phase.PREFILL: prefill, Phase.HANDOVER: decode}
             record.first.nodes = {phase: node for phase, node in of_phases.items() if node}
             for each in filter(None, (prefill, decode)):
                 self.pool.acquire(each)
             self.live.begin(record)
 
-    def _request(self, name: str, endpoint: Endpoint, arrived: float) -> ClientRequest:
-        return ClientRequest(name, endpoint, HeldBody({}), (), MODEL, True, 0, arrived, arrived + 600, lambda: True)
+    def _request(self, name: str, endpoint: Endpoint) -> ClientRequest:
+        now = self.clock.now()
+        return ClientRequest(name, endpoint, HeldBody({}), (), MODEL, True, 0, now, now + 600, lambda: True)
 
     def _hurt(self) -> None:
         """Whom it hits: of a few hundred requests two, of one key."""
