@@ -24,6 +24,9 @@ _PRINTABLE = re.compile(rb"[ -~]*").fullmatch
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 """Header names in lower case, in the order they came."""
 
+Fields: TypeAlias = Mapping[str, str]
+"""The first value of each header, by its name in lower case."""
+
 HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"}
     | {"te", "trailer", "transfer-encoding", "upgrade"}
@@ -84,9 +87,9 @@ def header(headers: Headers, name: str) -> str | None:
     return dict(headers[::-1]).get(name)  # a quarter of what a loop in Python costs
 
 
-def media_type(headers: Headers) -> str:
-    """What kind of body the headers announce: in lower case, and without parameters; "" where they do not say."""
-    return (header(headers, "content-type") or "").partition(";")[0].strip().lower()
+def media_type(content_type: str | None) -> str:
+    """The kind of body that a ``content-type`` tells: in lower case, and without parameters; "" where there is none."""
+    return "" if content_type is None else content_type.partition(";")[0].strip().lower()
 
 
 Content = TypeVar("Content")
@@ -122,7 +125,10 @@ class HeldBody(Generic[Content]):
             self._on_dropped()
 
     def parts(self, contents: Sequence[Content]) -> list["HeldBody[Content]"]:
-        """Bodies that are made of the same bytes: this one is dropped with the last of them."""
+        """Bodies that are made of the same bytes: this one is dropped with the last of them. One is this one."""
+        if len(contents) == 1:
+            self._content = contents[0]
+            return [self]
         left = len(contents)
 
         def on_part_dropped() -> None:

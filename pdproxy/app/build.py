@@ -21,10 +21,11 @@ from pdproxy.background import Background
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
 from pdproxy.intake.auth import OpenRequests
+from pdproxy.intake.body import BodyBudget, BodyReader
 from pdproxy.intake.browsers import below, for_origins
+from pdproxy.intake.exchange import AsgiApp
 from pdproxy.intake.handler import ApiApp, HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
-from pdproxy.intake.request_context import AsgiApp, BodyBudget
 from pdproxy.intake.routes import shown_to_clients
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
@@ -213,17 +214,17 @@ def _request_handler(
 ) -> RequestHandler:
     limits, metrics = settings.limits, context.metrics
     open_requests, budget = OpenRequests(limits.key_concurrency, metrics), BodyBudget(limits.held_bytes, metrics)
-    rates = RateLimits(context.clock, metrics)
+    rates, bodies = RateLimits(context.clock, metrics), BodyReader(limits.body_bytes, settings.deadlines.stall)
     config = HandlerConfig(
-        body_bytes=limits.body_bytes,
-        upload_seconds=settings.deadlines.stall,
         request_seconds=settings.deadlines.request,
         credential=settings.upstream.credential,
         own=secrets.credential,
         routing=settings.policy.routing,
         sse_keep_alive=settings.listen.sse_keep_alive,
     )
-    return RequestHandler(secrets.keys, open_requests, rates, budget, orchestrator, context.pool, context.clock, config)
+    return RequestHandler(
+        secrets.keys, open_requests, rates, budget, bodies, orchestrator, context.pool, context.clock, config
+    )
 
 
 def _admin_context(

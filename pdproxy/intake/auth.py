@@ -1,6 +1,7 @@
 """API keys and their limits, request ids, priorities, and which headers of a client go on to a node."""
 
 import dataclasses
+import functools
 import hashlib
 import os
 import re
@@ -15,7 +16,7 @@ from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import rejected_error
 from pdproxy.planning.shares import NO_LIMITS, KeyLimits, LimitsByKey
-from pdproxy.request import HOP_BY_HOP, Headers, header
+from pdproxy.request import HOP_BY_HOP, Fields, Headers
 from pdproxy.settings.types import Credential
 
 
@@ -52,7 +53,7 @@ class ApiKeys:
         """Of all keys."""
         return {key.name for key in self.by_digest.values()}
 
-    def api_key(self, headers: Headers) -> ApiKey:
+    def api_key(self, fields: Fields) -> ApiKey:
         """The key that a request carries.
 
         Raises:
@@ -60,7 +61,7 @@ class ApiKeys:
         """
         if not self.by_digest:
             return ANONYMOUS
-        found = self.by_digest.get(key_digest(presented_key(headers)))
+        found = self.by_digest.get(key_digest(presented_key(fields)))
         if found is None:
             raise ClientError(
                 401,
@@ -103,10 +104,10 @@ class OpenRequests:
             del self._open[name]
 
 
-def presented_key(headers: Headers) -> str:
+def presented_key(fields: Fields) -> str:
     """The key in a request's headers, "" without one: OpenAI's header, else Anthropic's."""
-    scheme, _, key = (header(headers, "authorization") or "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else (header(headers, "x-api-key") or "")
+    scheme, _, key = fields.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else fields.get("x-api-key", "")
 
 
 def key_digest(key: str) -> bytes:
@@ -206,9 +207,9 @@ _NOT_PASSED_ON = HOP_BY_HOP | {
 }
 
 
-def request_id(headers: Headers) -> str:
+def request_id(fields: Fields) -> str:
     """The client's ``x-request-id`` where it can go into logs and headers as it is, else a new one."""
-    theirs = header(headers, "x-request-id")
+    theirs = fields.get("x-request-id")
     return theirs if theirs and _USABLE.fullmatch(theirs) else f"req-{os.urandom(16).hex()}"
 
 
@@ -216,29 +217,31 @@ PRIORITY_HEADER = "x-vllm-priority"
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
-def priority_of(headers: Headers, field: int) -> int:
+def priority_of(fields: Fields, field: int) -> int:
     """A request's priority, smaller first: the header goes before the body's ``field``, as in vLLM 0.32.
 
     Both go on to the nodes, which heed them with ``--scheduling-policy priority`` and ignore them without (0.32).
     """
-    theirs = header(headers, PRIORITY_HEADER)
+    theirs = fields.get(PRIORITY_HEADER)
     if theirs and _WHOLE_NUMBER.fullmatch(theirs.strip()):
         return int(theirs)
     return field
 
 
-def headers_for_node(headers: Headers, request_id: str, credential: Credential, own: str) -> Headers:
+def headers_for_node(headers: Headers, fields: Fields, request_id: str, credential: Credential, own: str) -> Headers:
     """What a node gets of the client's headers, with the request's id; ``own`` is the operator's credential."""
-    dropped, connection = _NOT_PASSED_ON, header(headers, "connection")
-    if connection:
-        dropped = dropped | {token.strip().lower() for token in connection.split(",")}
-    passed = [pair for pair in headers if pair[0] not in dropped and not pair[0].startswith("x-pdproxy-")]
-    fixed = (("x-request-id", request_id), ("content-type", header(headers, "content-type") or "application/json"))
-    return (*passed, *fixed, *_credential(headers, credential, own))
-
-
-def _credential(headers: Headers, credential: Credential, own: str) -> Headers:
+    dropped = _dropped(fields.get("connection", ""))
+    passed = [pair for pair in headers if pair[0] not in dropped and pair[0][:10] != "x-pdproxy-"]
+    passed.append(("x-request-id", request_id))
+    passed.append(("content-type", fields.get("content-type") or "application/json"))
     if credential is Credential.REPLACE:
-        return (("authorization", f"Bearer {own}"),)
-    theirs = header(headers, "authorization")
-    return (("authorization", theirs),) if credential is Credential.PASS and theirs else ()
+        passed.append(("authorization", f"Bearer {own}"))
+    elif credential is Credential.PASS and (theirs := fields.get("authorization")):
+        passed.append(("authorization", theirs))
+    return tuple(passed)
+
+
+@functools.lru_cache(maxsize=64)
+def _dropped(connection: str) -> frozenset[str]:
+    """Names that are not passed on; ``connection``: the header of this name. Most clients send the same."""
+    return _NOT_PASSED_ON | {token.strip().lower() for token in connection.split(",")}

@@ -1,6 +1,6 @@
 """The clients' port for web pages of other origins, and below a path prefix, where the settings ask for it."""
 
-from pdproxy.intake.request_context import AsgiApp, Receive, Scope, Send
+from pdproxy.intake.exchange import AsgiApp, Receive, Scope, Send
 
 _SHOWN = ("x-request-id", "retry-after", "x-ratelimit-limit-requests", "x-ratelimit-remaining-requests")
 """Headers of answers that a page may read, beside those that every page may."""

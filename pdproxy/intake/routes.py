@@ -9,7 +9,7 @@ from pdproxy import __version__
 from pdproxy.errors import ClientError
 from pdproxy.legs.form import FORM
 from pdproxy.nodes.node import Role, Snapshot, State
-from pdproxy.request import Endpoint, Headers, Json, media_type, write_json
+from pdproxy.request import Endpoint, Fields, Json, media_type, write_json
 from pdproxy.settings.types import MetricsPort
 
 GENERATING = {endpoint.value: endpoint for endpoint in Endpoint}
@@ -125,7 +125,7 @@ def _merged_card(name: str, cards: Sequence[Json]) -> Json:
     return {**cards[0], "max_model_len": min(lengths)} if lengths else cards[0]
 
 
-def check_media_type(path: str, headers: Headers) -> None:
+def check_media_type(path: str, fields: Fields) -> None:
     """Check that a request's body is declared as JSON, as vLLM does (0.32, `validate_json_request`).
 
     A web page can post any other type to another origin without asking first (a preflight, which is refused here).
@@ -133,7 +133,7 @@ def check_media_type(path: str, headers: Headers) -> None:
     Raises:
         ClientError: 400, vLLM's status.
     """
-    declared = media_type(headers)
+    declared = media_type(fields.get("content-type"))
     if declared == "application/json" or path in BODILESS or (path in AUDIO and declared == FORM):
         return
     allowed = f"'{FORM}'" if path in AUDIO else "'application/json'"

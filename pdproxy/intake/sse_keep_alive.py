@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine
 
-from pdproxy.intake.request_context import RequestContext, send_head
+from pdproxy.intake.exchange import HttpExchange, send_head
 from pdproxy.response import ProxyResponse
 
 COMMENT = b": keep-alive\n\n"
@@ -13,7 +13,7 @@ _HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-contro
 
 
 async def answer_with_comments(
-    context: RequestContext, answer: Coroutine[None, None, ProxyResponse], seconds: float
+    exchange: HttpExchange, answer: Coroutine[None, None, ProxyResponse], seconds: float
 ) -> ProxyResponse:
     """What ``answer`` returns; while it takes longer than ``seconds``, the head of a stream, and comments, go out.
 
@@ -23,9 +23,9 @@ async def answer_with_comments(
     answering = asyncio.ensure_future(answer)
     try:
         while not (await asyncio.wait((answering,), timeout=seconds))[0]:
-            if not context.send.begun:
-                await send_head(context.send, 200, (*_HEADERS, ("x-request-id", context.request_id)))
-            await context.send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+            if not exchange.begun:
+                await send_head(exchange.send, 200, (*_HEADERS, ("x-request-id", exchange.request_id)))
+            await exchange.send({"type": "http.response.body", "body": COMMENT, "more_body": True})
         return answering.result()
     finally:
         if not answering.done():

@@ -126,7 +126,7 @@ async def decode(
         response = await _open_journaled(transport, node, endpoint, raw, headers, timeouts, form.records, span)
     else:
         response = await _post(transport, node, endpoint, raw, headers, timeouts, span)
-    kind = media_type(response.headers)
+    kind = media_type(header(response.headers, "content-type"))
     if stream == (kind == EVENT_STREAM):
         return response
     await response.aclose()

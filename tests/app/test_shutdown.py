@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.intake.request_context import Message
+from pdproxy.intake.exchange import Message
 from pdproxy.response import EXCHANGE_EXTENSION, Sink
 from pdproxy.settings.model import Limits, Settings
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy

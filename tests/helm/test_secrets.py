@@ -105,7 +105,7 @@ def test_who_reads_them_understands_them(helm: Engine, tmp_path: Path) -> None:
         for name, value in entries.items():
             (tmp_path / name).write_text(text(value))
     key = (tmp_path / "api.keys").read_text().split()[0]
-    assert read_keys(tmp_path / "api.keys").api_key((("authorization", f"Bearer {key}"),)).name == "first"
+    assert read_keys(tmp_path / "api.keys").api_key({"authorization": f"Bearer {key}"}).name == "first"
     assert read_secret(tmp_path / "node.key", "node.key")
     assert read_secret(tmp_path / "admin.token", "admin.token")
     extra = {"pdproxy_key_file": str(tmp_path / "ticket.keys")}

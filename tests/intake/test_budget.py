@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
-from pdproxy.intake.request_context import BodyBudget
+from pdproxy.intake.body import BodyBudget
 from pdproxy.observe.metrics import Metrics
 from pdproxy.settings.model import Limits, Settings
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy

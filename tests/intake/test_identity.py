@@ -21,7 +21,7 @@ CAME = (
 
 
 def test_only_end_to_end_headers_are_passed_on() -> None:
-    names = dict(headers_for_node(CAME, "req-1", Credential.NONE, ""))
+    names = dict(headers_for_node(CAME, dict(CAME), "req-1", Credential.NONE, ""))
     assert names == {
         "x-tenant": "blue",
         "traceparent": "00-1-1-01",
@@ -35,14 +35,14 @@ def test_only_end_to_end_headers_are_passed_on() -> None:
     [(Credential.PASS, "Bearer sk-client"), (Credential.REPLACE, "Bearer ours"), (Credential.NONE, None)],
 )
 def test_the_credential_is_the_operators_choice(credential: Credential, expected: str | None) -> None:
-    assert dict(headers_for_node(CAME, "req-1", credential, "ours")).get("authorization") == expected
+    assert dict(headers_for_node(CAME, dict(CAME), "req-1", credential, "ours")).get("authorization") == expected
 
 
 @pytest.mark.parametrize("theirs", ["abc-1", "a" * 128, "A.b:c_d"])
 def test_a_usable_request_id_is_kept(theirs: str) -> None:
-    assert request_id((("x-request-id", theirs),)) == theirs
+    assert request_id({"x-request-id": theirs}) == theirs
 
 
 @pytest.mark.parametrize("theirs", ["", "a" * 129, "with space", 'quote"', "line\nbreak", "é"])
 def test_any_other_request_id_is_replaced(theirs: str) -> None:
-    assert request_id((("x-request-id", theirs),)).startswith("req-")
+    assert request_id({"x-request-id": theirs}).startswith("req-")

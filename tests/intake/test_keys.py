@@ -24,24 +24,24 @@ KEYS = ApiKeys(parse_key_lines(["# ours", "", "sk-one alice 3", "sk-two  # no na
     ],
 )
 def test_a_known_key_is_accepted(header: str, value: str, api_key: ApiKey) -> None:
-    assert KEYS.api_key(((header, value),)) == api_key
+    assert KEYS.api_key({header: value}) == api_key
 
 
 @pytest.mark.parametrize("value", ["Bearer sk-three", "Bearer", "", "Basic sk-one", "sk-one", "Bearer sk-one extra"])
 def test_any_other_key_is_refused(value: str) -> None:
     with pytest.raises(ClientError) as caught:
-        KEYS.api_key((("authorization", value),))
+        KEYS.api_key({"authorization": value})
     assert caught.value.status == 401
     assert ("www-authenticate", "Bearer") in caught.value.headers
 
 
 def test_without_keys_every_request_is_accepted() -> None:
-    assert read_keys(None).api_key(()) is ANONYMOUS
+    assert read_keys(None).api_key({}) is ANONYMOUS
 
 
 def limits_of(*lines: str) -> KeyLimits:
     """Of the key `k`."""
-    return ApiKeys(parse_key_lines(lines)).api_key((("x-api-key", "k"),)).limits
+    return ApiKeys(parse_key_lines(lines)).api_key({"x-api-key": "k"}).limits
 
 
 def test_limits_stand_after_the_name() -> None:
@@ -91,7 +91,7 @@ def test_other_keys_and_limits_take_the_place_of_the_ones_in_use() -> None:
     limits = keys.limits
     keys.replace(ApiKeys(parse_key_lines(["k a concurrency=2", "l b"])))
     assert limits.of("a").concurrency == 2
-    assert keys.api_key((("x-api-key", "l"),)).name == "b"
+    assert keys.api_key({"x-api-key": "l"}).name == "b"
 
 
 def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
@@ -146,4 +146,4 @@ def test_who_has_no_key_has_no_limit() -> None:
     ],
 )
 def test_the_priority_is_the_headers_else_the_bodys(said: str | None, body: int, priority: int) -> None:
-    assert priority_of((("x-vllm-priority", said),) if said else (), body) == priority
+    assert priority_of({"x-vllm-priority": said} if said else {}, body) == priority

@@ -10,21 +10,27 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.credential import Secret
 from pdproxy.intake.auth import OpenRequests, read_keys
+from pdproxy.intake.body import BodyBudget, BodyReader
+from pdproxy.intake.exchange import HttpExchange, Message
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
-from pdproxy.intake.request_context import BodyBudget, Message, RequestContext, TrackedSend
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Endpoint
-from pdproxy.response import Sink
+from pdproxy.response import EXCHANGE_EXTENSION, Sink
 from pdproxy.settings.types import Credential
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import MODEL, FakeCluster
 from tests.orchestration.prompts import body_for, right
 
 TOKENS = 20
-RULES = HandlerConfig(1 << 20, 60.0, 3600.0, Credential.PASS, own=Secret())
+RULES = HandlerConfig(3600.0, Credential.PASS, own=Secret())
 
-JSON = (("content-type", "application/json"),)
+HEAD = {
+    "method": "POST",
+    "path": Endpoint.CHAT.value,
+    "query_string": b"",
+    "headers": [(b"content-type", b"application/json")],
+}
 
 
 class Client:
@@ -67,14 +73,13 @@ class Client:
         """The answer, whole."""
         metrics = Metrics(CollectorRegistry())
         open_requests, rates = OpenRequests(0, metrics), RateLimits(cluster.clock, metrics)
-        budget = BodyBudget(1 << 20, metrics)
+        budget, bodies = BodyBudget(1 << 20, metrics), BodyReader(1 << 20, 60.0)
+        pool, clock = cluster.pool, cluster.clock
         service = RequestHandler(
-            read_keys(None), open_requests, rates, budget, cluster.orchestrator, cluster.pool, cluster.clock, RULES
+            read_keys(None), open_requests, rates, budget, bodies, cluster.orchestrator, pool, clock, RULES
         )
-        context = RequestContext(
-            "POST", Endpoint.CHAT.value, "", JSON, "r-1", self.receive, TrackedSend(self.send), self, Endpoint.CHAT
-        )
-        await service.generate(context, Endpoint.CHAT)
+        scope = {**HEAD, "extensions": {EXCHANGE_EXTENSION: self}}
+        await service.serve(HttpExchange(scope, self.receive, self.send))
         return b"".join(self.pieces)
 
 

@@ -12,20 +12,20 @@ SOURCES = ["x-session-affinity", "x-session-id", "prompt_cache_key", "x-correlat
 
 def session(tenant: str = "t", **named: object) -> int | None:
     fields = {name.replace("_", "-") if name.startswith("x_") else name: value for name, value in named.items()}
-    headers = tuple((name, str(value)) for name, value in fields.items() if name.startswith("x-"))
+    headers = {name: str(value) for name, value in fields.items() if name.startswith("x-")}
     return session_of(headers, {name: value for name, value in fields.items() if not name.startswith("x-")}, tenant)
 
 
 @pytest.mark.parametrize("place", range(len(SOURCES)))
 def test_the_first_of_the_sources_counts(place: int) -> None:
     from_here = {name: name for name in SOURCES[place:]}
-    headers = tuple(pair for pair in from_here.items() if pair[0].startswith("x-"))
+    headers = {name: value for name, value in from_here.items() if name.startswith("x-")}
     body = {name: value for name, value in from_here.items() if not name.startswith("x-")}
     assert session_of(headers, body, "t") == session(user=SOURCES[place])
 
 
 def test_a_request_that_names_none_has_none() -> None:
-    assert session_of((("x-request-id", "r"),), {"model": "m"}, "t") is None
+    assert session_of({"x-request-id": "r"}, {"model": "m"}, "t") is None
 
 
 @pytest.mark.parametrize("unusable", ["", "  ", 7, None, {"a": 1}, "k" * (LONGEST_KEY + 1)])

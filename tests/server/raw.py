@@ -6,17 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 
 import uvicorn
 
-from pdproxy.intake.request_context import (
-    JSON_HEADER,
-    AsgiApp,
-    Receive,
-    Scope,
-    Send,
-    check_head,
-    headers_of,
-    read_body,
-    send_whole,
-)
+from pdproxy.intake.body import check_head, read_body
+from pdproxy.intake.exchange import JSON_HEADER, AsgiApp, Receive, Scope, Send, headers_of, send_whole
 from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.server.server import bind
 from tests.fakes.quick_server import QuickServer
@@ -32,7 +23,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def whole_body(scope: Scope, receive: Receive, limit: int = 1000) -> bytes:
     """The request's whole body. Raises ClientError: it is longer than the limit."""
-    check_head(headers_of(scope), limit)
+    check_head(dict(headers_of(scope)), limit)
     return await read_body(receive, limit, lambda size: None)
 
 

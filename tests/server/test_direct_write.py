@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from pdproxy.intake.request_context import Receive, Scope, Send, send_head, send_whole
+from pdproxy.intake.exchange import Receive, Scope, Send, send_head, send_whole
 from pdproxy.response import EXCHANGE_EXTENSION, Exchange, Sink
 from pdproxy.server.protocol import ConnectionLimits
 from tests.server.raw import SOON, post, say, serving, whole_body

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.intake.request_context import JSON_HEADER, Receive, Scope, Send, send_head, send_whole
+from pdproxy.intake.exchange import JSON_HEADER, Receive, Scope, Send, send_head, send_whole
 from pdproxy.server.protocol import ConnectionLimits
 from tests.server.raw import SOON, answers, echo, post, running, serving, trickle, whole_body
 

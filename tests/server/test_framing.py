@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.intake.request_context import JSON_HEADER, Receive, Scope, Send, headers_of, send_head, send_whole
+from pdproxy.intake.exchange import JSON_HEADER, Receive, Scope, Send, headers_of, send_head, send_whole
 from pdproxy.server.protocol import ConnectionLimits
 from tests.server.raw import SOON, post, say, serving, whole_body
 

@@ -11,9 +11,10 @@ from pdproxy.clock import SystemClock
 from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
 from pdproxy.intake.auth import OpenRequests, read_keys
+from pdproxy.intake.body import BodyBudget, BodyReader
+from pdproxy.intake.exchange import Receive, Scope, Send
 from pdproxy.intake.handler import ApiApp, HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
-from pdproxy.intake.request_context import BodyBudget, Receive, Scope, Send
 from pdproxy.observe.metrics import Metrics
 from pdproxy.server.protocol import ConnectionLimits, guarded
 from pdproxy.server.server import Server, bind
@@ -47,12 +48,13 @@ async def serving(cluster: LoopbackCluster) -> AsyncIterator[Caller]:
 
 
 def _server(cluster: LoopbackCluster, metrics: Metrics) -> Server:
-    rules = HandlerConfig(1 << 20, PATIENT, PATIENT, Credential.PASS, own=Secret())
+    rules = HandlerConfig(PATIENT, Credential.PASS, own=Secret())
     service = RequestHandler(
         read_keys(None),
         OpenRequests(0, metrics),
         RateLimits(SystemClock(), metrics),
         BodyBudget(ROOM, metrics),
+        BodyReader(1 << 20, PATIENT),
         cluster.orchestrator,
         cluster.pool,
         SystemClock(),

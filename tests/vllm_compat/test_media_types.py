@@ -41,13 +41,13 @@ def test_a_type_is_refused_where_vllm_refuses_it(kind: str | None) -> None:
     except RequestValidationError as refused:
         [said] = refused.errors()
         with pytest.raises(ClientError) as ours:
-            check_media_type("/v1/chat/completions", tuple(fields))
+            check_media_type("/v1/chat/completions", dict(fields))
         assert ours.value.status == 400
         assert ours.value.message.startswith(said)
     else:
-        check_media_type("/v1/chat/completions", tuple(fields))
+        check_media_type("/v1/chat/completions", dict(fields))
 
 
 @pytest.mark.parametrize("kind", ["application/json ; charset=utf-8", " Application/JSON", "application/json\t;a=b"])
 def test_blanks_around_a_type_are_no_part_of_it(kind: str) -> None:
-    check_media_type("/v1/chat/completions", (("content-type", kind),))
+    check_media_type("/v1/chat/completions", {"content-type": kind})
