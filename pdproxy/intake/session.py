@@ -14,13 +14,15 @@ def session_of(fields: Fields, body: Json, tenant: str) -> int | None:
     The key itself goes nowhere. ``tenant`` is the name of the API key.
     """
     # What names a conversation comes before what may change with each request or name all of a user's.
-    for key in (
+    named = (
         fields.get("x-session-affinity"),
         fields.get("x-session-id"),
-        value_of(body.get("prompt_cache_key")),
+        body.get("prompt_cache_key"),
         fields.get("x-correlation-id"),
-        value_of(body.get("user")),
-    ):
+        body.get("user"),
+    )
+    for raw in filter(None, named):
+        key = value_of(raw)
         if isinstance(key, str) and len(key) <= LONGEST_KEY and (key := key.strip()):
             return hash64(f"{tenant}\0{key}")
     return None

@@ -124,9 +124,11 @@ def scrub(body: Json) -> dict[str, object]:
     Raises:
         ClientError: 400 for prompt embeddings: a ticket cannot be checked against them. An empty list has none.
     """
-    if any(value_of(body.get(key)) not in (None, []) for key in EMBEDS):
+    if "prompt_embeds" in body and value_of(body["prompt_embeds"]) not in (None, []):
         raise _bad("prompt_embeds", "`prompt_embeds` is not served here; send the prompt as text or token ids.")
-    kept = {key: value for key, value in body.items() if key not in FORBIDDEN and not key.startswith("pdproxy_")}
+    kept = dict(body)
+    if not FORBIDDEN.isdisjoint(kept) or "pdproxy_" in " ".join(kept):  # most bodies have no such name
+        kept = {key: value for key, value in body.items() if key not in FORBIDDEN and not key.startswith("pdproxy_")}
     for carrier in CARRIERS:
         if carrier in kept:
             kept[carrier] = _scrubbed(carrier, kept[carrier])

@@ -48,7 +48,7 @@ def shape(
     """
     facts = facts_of(endpoint, body) if facts is None else facts
     asked = dict(read_fields(endpoint, body) if fields is None else fields)
-    asked |= {name: value_of(value) for name, value in body.items() if name in _LOOKED_AT}
+    asked |= {name: value_of(body[name]) for name in _LOOKED_AT if name in body}
     asked["prompt"], asked["tools"] = body.get("prompt"), body.get("tools")  # looked into, not decoded
     most = _max_tokens(asked)
     return Shape(

@@ -2,8 +2,9 @@
 
 import enum
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
+from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
@@ -29,6 +30,7 @@ from pdproxy.observe.labels import (
     WatchedSetting,
 )
 from pdproxy.observe.request_metrics import (
+    IN_USAGE,
     OTHER,
     SECONDS,
     KeyMetrics,
@@ -57,6 +59,7 @@ class Metrics:
         self._phases = Histogram(
             "pdproxy_phase_seconds", "Time spent in a phase.", ["phase"], buckets=SECONDS, registry=registry
         )
+        self._observe_phase = cache(lambda phase: self._phases.labels(phase).observe)
         self._faults = counter("pdproxy_leg_faults_total", "Legs that failed.", ["leg", "fault"])
         self._resends = counter(
             "pdproxy_resends_total", "Requests sent again because a node closed their kept-alive connection."
@@ -101,6 +104,7 @@ class Metrics:
             "pdproxy_operator_refusals_total", "Requests that the operators' port refused.", ["reason"]
         )
         self._tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind", "model"])
+        self._tokens_of = cache(lambda model: [self._tokens.labels(kind, model) for kind in IN_USAGE])
         self._prefill_tokens = gauge(
             "pdproxy_prefill_pending_tokens_estimate",
             "Prompt tokens, estimated, of prefill legs that wait or run.",
@@ -164,7 +168,7 @@ class Metrics:
 
     def phase_took(self, phase: Phase, seconds: float) -> None:
         """Record the time that a phase took."""
-        self._phases.labels(phase).observe(seconds)
+        self._observe_phase(phase)(seconds)
 
     def leg_failed(self, leg: Leg, fault: Fault) -> None:
         """Count a leg that failed on a node."""
@@ -237,11 +241,11 @@ class Metrics:
     def used(self, model: str, key: str, usage: Usage) -> None:
         """Add the tokens of a leg, as its node reports them, to those of its model and of its API key; counts that are
         not positive add nothing."""
-        label, prompt, completion, cached = self.models.label(model), usage.prompt, usage.completion, usage.cached
-        for kind, count in ((Tokens.PROMPT, prompt), (Tokens.COMPLETION, completion), (Tokens.CACHED, cached)):
+        of_model, of_key = self._tokens_of(self.models.label(model)), self.keys.tokens_of(key)
+        for count, model_tokens, key_tokens in zip(astuple(usage), of_model, of_key, strict=True):
             if count is not None and count > 0:
-                self._tokens.labels(kind, label).inc(count)
-                self.keys.tokens(key, kind, count)
+                model_tokens.inc(count)
+                key_tokens.inc(count)
 
     def prefill_expected(self, model: str) -> None:
         """Prompts of a model may come: its series is there from now on, at 0."""

@@ -6,13 +6,13 @@ are one operation, ``chat``. Keys are told apart by their names, never by the ke
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 
-from pdproxy.observe.families import Counter, Gauge, Histogram
+from pdproxy.observe.families import Counter, CounterSeries, Gauge, Histogram
 from pdproxy.observe.gen_ai import OPERATIONS, VLLM
 from pdproxy.observe.labels import Outcome, Rejection, Tokens
 from pdproxy.request import Endpoint
@@ -107,6 +107,8 @@ def _values(of: RequestLabels) -> tuple[str, ...]:
     return OPERATIONS[of.endpoint], VLLM, of.model, "true" if of.stream else "false", of.endpoint
 
 
+IN_USAGE = (Tokens.PROMPT, Tokens.COMPLETION, Tokens.CACHED)
+"""As `Usage` has them."""
 MOST_KEYS = 1000
 """Names with series of their own; those that come later are counted together."""
 OTHER_KEYS = "(other)"
@@ -120,6 +122,7 @@ class KeyMetrics:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self._requests = counter("pdproxy_key_requests_total", "Requests of a key that ended.", ["key", "outcome"])
         self._tokens = counter("pdproxy_key_tokens_total", "Tokens of a key, as nodes report them.", ["key", "kind"])
+        self._tokens_of = cache(lambda key: [self._tokens.labels(key, kind) for kind in IN_USAGE])
         self._waited = counter("pdproxy_key_queue_seconds_total", "Time that prompts of a key waited.", ["key"])
         self._rejected = counter(
             "pdproxy_key_rejected_total", "Requests of a key that were refused.", ["key", "reason"]
@@ -142,10 +145,9 @@ class KeyMetrics:
         """Count a request that ended."""
         self._requests.labels(self._label(key), outcome).inc()
 
-    def tokens(self, key: str, kind: Tokens, count: int) -> None:
-        """Add tokens; counts that are not positive add nothing."""
-        if count > 0:
-            self._tokens.labels(self._label(key), kind).inc(count)
+    def tokens_of(self, key: str) -> Sequence[CounterSeries]:
+        """The counters of a key's tokens, by `IN_USAGE`."""
+        return self._tokens_of(self._label(key))
 
     def waited(self, key: str, seconds: float) -> None:
         """A prompt has left the queue, to run or refused."""

@@ -199,8 +199,7 @@ def _server(scope: Message) -> dict[str, str | int]:
 
 
 def _has_trace(scope: Message) -> bool:
-    names = [name for name, _ in scope["headers"]]
-    return b"traceparent" in names
+    return b"traceparent" in dict(scope["headers"])
 
 
 def _trace_headers(scope: Message) -> dict[str, str]:

@@ -194,17 +194,14 @@ class InFlightRequests:
         self._requests[request] = None
 
     def end(self, request: AnswerRecord, at: float, outcome: Outcome) -> None:
-        """The request ended at this monotonic second; what its legs used is known."""
+        """The request ended at this monotonic second."""
         self._requests.pop(request, None)
         self.recent.ended(request, at, outcome)
-        for prompt in request.prompts:
-            for usage, route in prompt.usages:
-                if route is not None:
-                    self._answered(request, route, usage)
 
-    def _answered(self, request: AnswerRecord, route: Route, usage: Usage) -> None:
+    def answered(self, model: str, route: Route, usage: Usage, choices: int) -> None:
+        """A prompt was answered: so many tokens, in so many choices."""
         if usage.completion:
-            self.output_lengths.seen(request.model, usage.completion / request.choices)
+            self.output_lengths.seen(model, usage.completion / choices)
         self.cache_stats[route].add(usage.prompt or 0, usage.cached or 0)
 
     def failed(self, failure: LegFailure) -> None:

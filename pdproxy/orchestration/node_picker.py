@@ -78,7 +78,8 @@ class NodePicker:
         def begin(standing: Standing) -> Plan | None:
             chosen = self.plan_with_room(standing)
             if chosen is not None:
-                self._record.enter(Phase.PLAN)
+                if self._record.phase is not Phase.PLAN:  # it had to wait
+                    self._record.enter(Phase.PLAN)
                 self._begin_plan(chosen, acquire)
             return chosen
 

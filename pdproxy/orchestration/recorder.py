@@ -151,11 +151,13 @@ class Recorder:
         self._metrics.keys.request_ended(record.key, outcome)
 
     def _count_tokens(self, record: AnswerRecord) -> None:
-        """Put the tokens of all decode legs on the metrics, and on the account of the key."""
+        """Tell of the tokens of all decode legs: metrics, the account of the key, what is known of answers."""
         for prompt in record.prompts:
             for usage, route in prompt.usages:
                 self._metrics.used(record.model, record.key, usage)
                 record.request.on_usage(usage.prompt or 0, usage.completion or 0)
+                if route is not None:
+                    self._in_flight.answered(record.model, route, usage, record.choices)
                 if route is Route.RECOMPUTED:
                     self._metrics.recomputed()
 

@@ -291,8 +291,8 @@ class AnswerRecord(RequestRecord, kw_only=True):
 
     def server_timing(self) -> str:
         """The value of `Server-Timing`, in milliseconds, of the phases up to the first byte."""
-        took = [item for item in self.first.took.items() if item[0] not in _AFTER_FIRST_BYTE]
-        return ", ".join([_TIMINGS[phase] % (seconds * 1000) for phase, seconds in took])
+        took = self.first.took.items()
+        return ", ".join([_TIMINGS[phase] % (spent * 1000) for phase, spent in took if phase not in _AFTER_FIRST_BYTE])
 
     def facts(self, outcome: Outcome) -> Facts:
         """Outcome, nodes, plan, moves, failures, and milliseconds in each phase."""

@@ -58,7 +58,7 @@ class ResponseWriter(asyncio.Transport):
 
     def sink_of(self, cycle: RequestResponseCycle) -> Sink:
         """The sink of one response; see `pdproxy.response.Exchange`. Writes chunks as uvicorn does, each at once."""
-        inner = self._inner
+        put, flow = self._inner.write, cycle.flow
 
         def write(piece: bytes) -> bool:
             if cycle.disconnected:
@@ -67,8 +67,8 @@ class ResponseWriter(asyncio.Transport):
                 raise RuntimeError("only pieces of a body whose length is not known go this way, after its head")
             if self._unwritten:
                 self.flush()
-            inner.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-            return not cycle.flow.write_paused
+            put(b"%x\r\n%b\r\n" % (len(piece), piece))
+            return not flow.write_paused
 
         return write
 

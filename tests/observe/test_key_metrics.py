@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from pdproxy.observe.labels import Outcome, Rejection, Tokens
-from pdproxy.observe.request_metrics import MOST_KEYS, OTHER_KEYS, KeyMetrics
+from pdproxy.observe.request_metrics import IN_USAGE, MOST_KEYS, OTHER_KEYS, KeyMetrics
 
 
 def test_a_known_key_begins_at_zero_and_is_asked_what_it_runs() -> None:
@@ -21,8 +21,7 @@ def test_names_beyond_the_most_are_counted_together() -> None:
     registry = CollectorRegistry()
     metrics = KeyMetrics(registry)
     for number in range(MOST_KEYS + 5):
-        metrics.tokens(f"k{number}", Tokens.PROMPT, 10)
-        metrics.tokens(f"k{number}", Tokens.PROMPT, -3)
+        metrics.tokens_of(f"k{number}")[IN_USAGE.index(Tokens.PROMPT)].inc(10)
     metrics.rejected(f"k{MOST_KEYS}", Rejection.QUEUE_FULL)
     metrics.request_ended(f"k{MOST_KEYS}", Outcome.OK)
     metrics.waited(f"k{MOST_KEYS}", 1.5)
