@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from pdproxy.clock import SystemClock
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
+from pdproxy.nodes.load import Work
 from pdproxy.nodes.node import Footprint, Node, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, Slot
@@ -19,7 +20,6 @@ from pdproxy.planning.plan import PlanPolicy, plan
 from pdproxy.planning.plan_types import PlanInput
 from pdproxy.planning.policies import policy_named
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
-from pdproxy.planning.rates import Rates, Work
 from pdproxy.settings.types import Routing
 
 NODES = (10, 100, 1000)
@@ -47,10 +47,10 @@ def requests(pool: Pool, policy: PlanPolicy, needs: Callable[[int], PlanInput]) 
     for turn in itertools.count():
         chosen = plan(pool.snapshot(), needs(turn), policy, turn)
         assert chosen.prefill is not None
-        queued = 0 if chosen.decision is None else chosen.decision.computed
+        queued = chosen.computed
         prefill = pool.acquire(chosen.prefill.name, LegLoad(chosen.prefill_rank, queued) if queued else NO_LOAD)
         decode = pool.acquire(
-            chosen.decode.name, LegLoad(chosen.decode_rank, 0, Footprint(TOKENS, 1)) if queued else NO_LOAD
+            chosen.decode.name, LegLoad(chosen.decode_rank, None, Footprint(TOKENS, 1)) if queued else NO_LOAD
         )
         held.append((prefill, decode))
         if len(held) > most:
@@ -75,32 +75,35 @@ def a_session(turn: int) -> PlanInput:
 
 
 class CachedPrompts:
-    """Requests whose prompts are cached on some places of a pool."""
+    """Requests whose prompts are cached on some places of a pool, of which half were seen to work."""
 
-    def __init__(self, nodes: int) -> None:
-        rates, half = Rates(), nodes // 2
+    def __init__(self, pool: Pool) -> None:
+        book, half = pool.load, len(pool.snapshot().nodes) // 2
         for number in range(0, half, 2):
             seconds = 0.4 + 0.001 * (number % 7)
-            rates.computed(Work.PREFILL, Place(f"prefill-{number}"), TOKENS, number, number + seconds)
-            rates.took(Work.HAND_OVER, f"decode-{number}", TOKENS, 0.02)
-        self._needs = [self._one(turn, half, rates) for turn in range(2 * half + 1)]
+            prefill = pool.view(f"prefill-{number}").lightest
+            book.computed(Work.PREFILL, prefill, TOKENS, number, number + seconds)
+            book.prefilled(prefill, 1, seconds, number, number + seconds)
+            book.took(Work.HAND_OVER, pool.view(f"decode-{number}").lightest, TOKENS, 0.02)
+        self._needs = [self._one(turn, half) for turn in range(2 * half + 1)]
 
     def __call__(self, turn: int) -> PlanInput:
         """One of them."""
         return self._needs[turn % len(self._needs)]
 
-    def _one(self, turn: int, half: int, rates: Rates) -> PlanInput:
+    def _one(self, turn: int, half: int) -> PlanInput:
         homes = [(turn * 7 + place) % half for place in range(CACHED_ON)]
         hits = {Place(f"{role}-{home}"): Hit(TOKENS - 400, TOKENS - 500) for role in Role for home in homes}
         prefix = PromptHits(TOKENS, HitSource.EVENTS, hits)
-        return PlanInput("m", session=hash64(str(turn)), prefix=prefix, rates=rates)
+        return PlanInput("m", session=hash64(str(turn)), prefix=prefix)
 
 
 def main() -> None:
     """Print a line for each policy and size of pool."""
     for routing, nodes in itertools.product(Routing, NODES):
-        needs = CachedPrompts(nodes) if routing is Routing.CACHE else a_session
-        steps = requests(pool_of(nodes), PlanPolicy(policy_named(routing, 0.0)), needs)
+        pool = pool_of(nodes)
+        needs = CachedPrompts(pool) if routing is Routing.CACHE else a_session
+        steps = requests(pool, PlanPolicy(policy_named(routing, 0.0)), needs)
         collections.deque(itertools.islice(steps, 3 * nodes), maxlen=0)
         print(f"{routing:13} {nodes:5} nodes: {microseconds(steps):7.1f} us")
 

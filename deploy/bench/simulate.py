@@ -19,6 +19,7 @@ from deploy.bench.outcome import Outcome
 from deploy.bench.traces import Trace, hashed
 from pdproxy.events.prefix_source import EXPECTED_SECONDS
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
+from pdproxy.nodes.load import Work
 from pdproxy.nodes.node import NO_FOOTPRINT, Footprint, Node, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad, Slot
@@ -26,11 +27,10 @@ from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme
 from pdproxy.planning.cache_aware import ITL_BUDGET
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, GroupKind
 from pdproxy.planning.plan import PlanPolicy, plan
-from pdproxy.planning.plan_types import Decision, Plan, PlanInput
+from pdproxy.planning.plan_types import Plan, PlanInput
 from pdproxy.planning.policies import policy_named
 from pdproxy.planning.prefix import HitSource, Place, PromptHits
 from pdproxy.planning.prefix_index import PrefixIndex
-from pdproxy.planning.rates import Rates, Work
 from pdproxy.settings.types import Routing
 from tests.fakes.clock import FakeClock
 
@@ -122,7 +122,6 @@ class Simulation:
         self.nodes = {name: SimulatedNode(fleet, self._telling(Place(name))) for name in fleet.roles()}
         self._policy = PlanPolicy(policy_named(routing, itl_budget))
         self._turns = itertools.count()
-        self._rates = Rates()
         self._outcome = Outcome(routing, fleet.roles())
         for name, role in fleet.roles().items():
             node = dataclasses.replace(Node(name, f"http://{name}", role, MODEL), **_published(fleet.shape))
@@ -180,34 +179,34 @@ class Simulation:
     def _first_token(self, chosen: Plan, prompt: HashedPrompt, slot: Slot) -> Iterator[float]:
         """The prompt is computed, by either node, and handed over."""
         if chosen.prefill is None:
-            yield from self._compute(chosen.decode, Work.LOCAL, prompt, chosen.decision)
-            slot.prompt_computed()
+            yield from self._compute(chosen.decode, slot, prompt, chosen)
             return
-        with self._slot(chosen.prefill, chosen, prompt, 0):
-            yield from self._compute(chosen.prefill, Work.PREFILL, prompt, chosen.decision)
+        with self._slot(chosen.prefill, chosen, prompt, 0) as prefilling:
+            yield from self._compute(chosen.prefill, prefilling, prompt, chosen)
         began = self.clock.now()
         moved, computed, seconds = self.nodes[chosen.decode.name].pull(prompt, began)
         self._outcome.computed[chosen.decode.name] += computed
         self._outcome.moved += moved
         yield seconds
-        self._rates.taken_over(Place(chosen.decode.name), moved, began, self.clock.now() + self.fleet.step)
+        place = self.pool.view(chosen.decode.name).lightest
+        seconds = place.seconds_alone(began, self.clock.now() + self.fleet.step)
+        self.pool.load.took(Work.HAND_OVER, place, moved, seconds)
 
-    def _compute(self, node: Node, work: Work, prompt: HashedPrompt, decision: Decision | None) -> Iterator[float]:
+    def _compute(self, node: Node, slot: Slot, prompt: HashedPrompt, chosen: Plan) -> Iterator[float]:
         """Until the node is done with it, what waits there before it included."""
-        began = self.clock.now()
         computed = yield from self.nodes[node.name].compute(prompt, self.clock)
         self._outcome.computed[node.name] += computed
-        if decision is not None:
-            self._outcome.planned += decision.tokens - decision.computed
+        if chosen.reason is not None:
+            self._outcome.planned += chosen.tokens - chosen.computed
             self._outcome.resumed += prompt.tokens - computed
-        self._rates.computed(work, Place(node.name), computed, began, self.clock.now())
+        slot.computed(computed)
 
     def _slot(self, node: Node, chosen: Plan, prompt: HashedPrompt, output: int) -> Slot:
         """The leg's place in the proxy's pool, with what the plan says that it will compute there."""
         computes = node.role is Role.PREFILL or chosen.prefill is None
-        expected = chosen.decision.computed if chosen.decision is not None else prompt.tokens
+        expected = prompt.tokens if chosen.reason is None else chosen.computed
         held = Footprint(prompt.tokens + output, 1) if node.role is Role.DECODE else NO_FOOTPRINT
-        return self.pool.acquire(node.name, LegLoad(0, expected if computes else 0, held))
+        return self.pool.acquire(node.name, LegLoad(0, expected if computes else None, held))
 
     def _stream(self, decode: SimulatedNode, steps: int) -> Iterator[float]:
         """The tokens after the first; prompts that the node computes meanwhile delay them."""
@@ -218,9 +217,7 @@ class Simulation:
             stalled = decode.stalled
 
     def _plan(self, prompt: HashedPrompt, session: int | None, hits: PromptHits) -> Plan:
-        needs = PlanInput(
-            MODEL, session=session, prompt_tokens=prompt.tokens, prefix=hits, tokens=prompt.tokens, rates=self._rates
-        )
+        needs = PlanInput(MODEL, session=session, prefix=hits, tokens=prompt.tokens)
         return plan(self.pool.snapshot(), needs, self._policy, next(self._turns))
 
 

@@ -11,13 +11,13 @@ from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.cohorts import Cohorts
+from pdproxy.nodes.demand import Advice
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import SERVING, Role, Snapshot
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.orchestration.request_queue import QueueStatus
-from pdproxy.planning.demand import Advice
 from pdproxy.request import Json
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 

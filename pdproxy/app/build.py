@@ -30,6 +30,7 @@ from pdproxy.intake.routes import shown_to_clients
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.cohorts import Cohorts
+from pdproxy.nodes.demand import Wanted
 from pdproxy.nodes.discovery.source import DiscoverySync
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.health_check import HealthCheck
@@ -49,9 +50,7 @@ from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.prefix_source import CombinedSource, PrefixSource
 from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
-from pdproxy.planning.demand import Wanted
 from pdproxy.planning.policies import policy_named
-from pdproxy.planning.rates import Rates
 from pdproxy.planning.shares import LimitsByKey
 from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.types import FirstHandOver, Routing
@@ -92,15 +91,12 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     h1_transport, preflight_transport = transports(settings.upstream, clock, files, metrics)
     tracer = tracing.tracer if tracing else None
     transport = TracedTransport(h1_transport, tracer) if tracer else h1_transport
-    rates = Rates()
     texts = TextPrefixSource(pool, clock)
     background = Background(clock, metrics.task_failed, patience=settings.deadlines.release)
-    events = kv_events(settings, pool, transport, clock, metrics, headers, rates, texts, background)
+    events = kv_events(settings, pool, transport, clock, metrics, headers, texts, background)
     prefixes = CombinedSource(events.source, texts) if events else texts
     limits = secrets.keys.limits
-    context = _orchestration_context(
-        settings, transport, pool, metrics, clock, prefixes, rates, limits, tracer, background
-    )
+    context = _orchestration_context(settings, transport, pool, metrics, clock, prefixes, limits, tracer, background)
     orchestrator = Orchestrator(context)
     handler = _request_handler(settings, orchestrator, context, secrets)
     sizing = SizingWatch(context, Wanted(**settings.sizing.model_dump()))
@@ -168,7 +164,6 @@ def _orchestration_context(
     metrics: Metrics,
     clock: Clock,
     source: PrefixSource,
-    rates: Rates,
     limits: LimitsByKey,
     tracer: Tracer | None,
     background: Background,
@@ -180,7 +175,6 @@ def _orchestration_context(
         metrics,
         clock,
         config,
-        rates=rates,
         prefix_source=source if settings.policy.routing is Routing.CACHE else None,
         key_limits=limits,
         tracer=tracer,

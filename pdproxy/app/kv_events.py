@@ -11,7 +11,6 @@ from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Known
 from pdproxy.observe.metrics import Metrics
-from pdproxy.planning.rates import Rates
 from pdproxy.request import Json
 from pdproxy.settings.model import Settings
 from pdproxy.settings.types import ReadEvents, Routing
@@ -51,7 +50,6 @@ def kv_events(
     clock: Clock,
     metrics: Metrics,
     headers: OwnHeaders,
-    rates: Rates,
     texts: "TextMemory",
     background: Background,
 ) -> KvEvents | None:
@@ -68,7 +66,7 @@ def kv_events(
     token_ids = TokenIds(transport, clock, metrics.events, settings.events.token_ids_seconds, headers)
     return KvEvents(
         EventSubscriber(pool, transport, caches, clock, metrics.events, headers),
-        EventPrefixSource(pool, caches, HashFinder(texts, token_ids, rates), clock, metrics.events, background),
+        EventPrefixSource(pool, caches, HashFinder(texts, token_ids, pool.load), clock, metrics.events, background),
         caches,
     )
 

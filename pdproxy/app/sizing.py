@@ -1,8 +1,8 @@
 """Watches what is asked of nodes, and says how many of them the last hour needed: on the metrics and the live page."""
 
+from pdproxy.nodes.demand import Advice, Wanted
 from pdproxy.nodes.node import Role
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.planning.demand import Advice, Demand, Prefilled, Wanted
 
 EVERY = 5.0
 """Seconds between two looks at the decode nodes."""
@@ -14,7 +14,7 @@ class SizingWatch:
     def __init__(self, context: OrchestrationContext, wanted: Wanted) -> None:
         self._context = context
         self._wanted = wanted
-        self._demand = Demand()
+        self._demand = context.pool.load.demand
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -23,14 +23,8 @@ class SizingWatch:
             await self._context.clock.sleep(EVERY)
 
     def look(self) -> None:
-        """What nodes did, what runs and waits now; and the advice that follows, on the metrics."""
+        """What runs and waits now; and the advice that follows, on the metrics."""
         context = self._context
-        while context.work:
-            done = context.work.popleft()
-            if isinstance(done, Prefilled):
-                self._demand.prefilled(done)
-            else:
-                self._demand.decoded(done)
         decodes = [view for view in context.pool.snapshot().nodes if view.node.role is Role.DECODE]
         caches = sum(view.node.capacity.part_taken(*view.footprint) for view in decodes if view.node.capacity)
         waiting = context.queue.status().waiting

@@ -168,10 +168,10 @@ class EventPrefixSource:
 
     def _candidates(self, sub_request: SubRequest) -> _Candidates | None:
         """None where there is nothing to choose, nothing is known, or the model is an adapter, or may be."""
-        snapshot, model = self._pool.snapshot(), sub_request.request.model
-        places = snapshot.roster.served(model).places
-        by_role = {role: [snapshot.nodes[at] for at in places.of(role)] for role in Role}
-        if all(sum(view.node.ranks for view in views) < 2 for views in by_role.values()):
+        model = sub_request.request.model
+        served = self._pool.snapshot().served(model)
+        by_role = {role: served.all.of(role) for role in Role}
+        if served.alone:
             return None
         views = [view for role in Role for view in by_role[role] if view.node.model == model]
         schemes = tuple({id(scheme): scheme for scheme in map(self._known_scheme, views) if scheme}.values())

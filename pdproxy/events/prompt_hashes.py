@@ -16,9 +16,9 @@ from typing import Protocol
 
 from pdproxy.events.places import SchemeIndex
 from pdproxy.events.token_ids import TokenIds, Waits, given_ids, tokenize_body
+from pdproxy.nodes.load import Load, Work
 from pdproxy.nodes.node import Node
 from pdproxy.planning.block_hashes import PLAIN, HashScheme, PromptExtras
-from pdproxy.planning.rates import Rates, Work
 from pdproxy.planning.renderings import HashesByScheme, KnownPrefix
 from pdproxy.raw_json import value_of
 from pdproxy.request import Json, SubRequest
@@ -79,10 +79,10 @@ class PromptHashes:
 class HashFinder:
     """Finds them. A prompt's rest is what follows the text that was met before."""
 
-    def __init__(self, texts: TextMemory, token_ids: TokenIds, rates: Rates) -> None:
+    def __init__(self, texts: TextMemory, token_ids: TokenIds, load: Load) -> None:
         self._texts = texts
         self._token_ids = token_ids
-        self._rates = rates
+        self._load = load
         self._cached_rest = {True: 0.0, False: 1.0}
         """Of prompts' rests, the share that some place had cached: of those of which something was met, and others."""
 
@@ -105,7 +105,7 @@ class HashFinder:
             return False
         unknown = max(0, prompt.met - prompt.known)
         cached = unknown + self._cached_rest[prompt.met > 0] * max(0, prompt.tokens - prompt.met)
-        return self._token_ids.pays(cached * self._rates.role(Work.PREFILL).per_token)
+        return self._token_ids.pays(cached * self._load.pace(Work.PREFILL).per_token)
 
     async def ask(
         self, sub_request: SubRequest, schemes: Sequence[SchemeIndex], node: Node, waits: Waits

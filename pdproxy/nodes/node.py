@@ -1,6 +1,4 @@
-"""Nodes, what their caches hold and requests take of these, their states, and the snapshot that plans are made from.
-Pure values.
-"""
+"""Nodes, what their caches hold and requests take of these, and all of them as plans see them. Pure."""
 
 import dataclasses
 import enum
@@ -12,6 +10,7 @@ from typing import NamedTuple
 
 from pdproxy.nodes.cache_settings import CacheSettings
 from pdproxy.nodes.hashing import Hashing
+from pdproxy.nodes.load import Load, PlaceLoad
 from pdproxy.request import Headers, Json
 from pdproxy.settings import types
 
@@ -103,10 +102,10 @@ class Capacity:
         """The part of it that such a load takes; above 1 where it does not fit."""
         return tokens / self.tokens + (sequences / self.sequences if self.sequences else 0.0)
 
-    def crowd(self, held: Footprint, legs: int, ranks: int) -> float:
+    def crowd(self, place: PlaceLoad, ranks: int) -> float:
         """What the legs of one of its ranks weigh, in sequences: one each, and more where the cache is nearly full."""
-        fill = self.part_taken(*held) * ranks
-        return legs + max(0.0, fill - FULL) * OVERFLOW
+        fill = self.part_taken(place.tokens, place.sequences) * ranks
+        return place.legs + max(0.0, fill - FULL) * OVERFLOW
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,63 +181,71 @@ class Node:
         return self.role is other.role and self.pairs_with(other.cohort)
 
 
-@dataclasses.dataclass(slots=True)
+_LIGHTEST = operator.attrgetter("queued", "legs", "rank")
+_FEWEST_LEGS = operator.attrgetter("legs", "rank")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class NodeView:
-    """One node in a snapshot. Nothing changes one; it is not frozen because several are made for each request, and a
-    frozen one takes three times as long to make.
+    """One node as it stands: its state and its load. The pool keeps it up to date, and plans read it.
 
     Attributes:
+        node: with what the preflight found filled in.
         active: legs in flight from this proxy.
         share: 0 < share <= 1: the part of its weight that slow start allows now.
         trials: while PROBING: requests in flight that try the half-open circuit. One is all it may get.
         reason: for operators: why it is in this state (the setting that was refused, the last fault).
-        legs: in flight, by data-parallel rank.
-        queued: tokens of their prompts that are still to be computed, by rank.
-        held: what they take of the caches, by rank, as far as they are decode legs.
         since: monotonic seconds when its state last changed; while it is out, when that began.
+        places: the load of each data-parallel rank.
         name: of the node.
-        footprint: of all ranks together.
-        rank: the one with the fewest tokens to compute (``backlog``), and of these the fewest legs (``sequences``).
-        crowd: `crowd_of` it.
+        lightest: the place with the fewest tokens to compute, and of these the fewest legs.
         room: the weight that it may use now.
         load: what its legs would be with one more, per unit of ``room``.
     """
 
     node: Node
-    state: State
-    active: int
+    state: State = State.JOINING
+    active: int = 0
     share: float = 1.0
     trials: int = 0
     reason: str = ""
-    legs: tuple[int, ...] = (0,)
-    queued: tuple[int, ...] = (0,)
-    held: tuple[Footprint, ...] = (NO_FOOTPRINT,)
     since: float = float("-inf")
-    name: str = dataclasses.field(init=False, repr=False, compare=False)
-    footprint: Footprint = dataclasses.field(init=False, repr=False, compare=False)
-    rank: int = dataclasses.field(init=False, repr=False, compare=False)
-    backlog: int = dataclasses.field(init=False, repr=False, compare=False)
-    sequences: int = dataclasses.field(init=False, repr=False, compare=False)
-    crowd: float = dataclasses.field(init=False, repr=False, compare=False)
-    room: float = dataclasses.field(init=False, repr=False, compare=False)
-    load: float = dataclasses.field(init=False, repr=False, compare=False)
+    places: list[PlaceLoad] = dataclasses.field(default_factory=lambda: [PlaceLoad()])
+    name: str = dataclasses.field(init=False)
+    lightest: PlaceLoad = dataclasses.field(init=False)
+    room: float = dataclasses.field(init=False)
+    load: float = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Every plan compares all of them, and a view outlives many plans.
-        self.name = self.node.name
-        self.room = self.node.weight * self.share
-        self.load = (self.active + 1) / self.room
-        self.footprint, self.rank, self.backlog, self.sequences = self.held[0], 0, self.queued[0], self.legs[0]
-        if len(self.legs) > 1:
-            self.footprint = Footprint(*map(sum, zip(*self.held, strict=True)))
-            lightest = min(zip(self.queued, self.legs, range(len(self.legs)), strict=True))
-            self.backlog, self.sequences, self.rank = lightest
-        self.crowd = self.crowd_of(self.rank) if self.node.capacity else self.sequences
+        self.become(self.node, self.share)
 
-    def crowd_of(self, rank: int) -> float:
-        """What the legs of a rank weigh, in sequences: one each, and more where they nearly fill its cache."""
-        capacity, legs = self.node.capacity, self.legs[rank]
-        return legs if capacity is None else capacity.crowd(self.held[rank], legs, self.node.ranks)
+    def become(self, node: Node, share: float) -> None:
+        """The node is this one now, of which so much may be used. It may have more ranks than before, or fewer: legs on
+        one that is gone count no more."""
+        self.node, self.share, self.name = node, share, node.name
+        ranks = len(self.places)
+        self.places = [*self.places[: node.ranks], *map(PlaceLoad, range(ranks, node.ranks))]
+        self.room = node.weight * share
+        for place in self.places:
+            self.changed(place)
+
+    def changed(self, place: PlaceLoad) -> None:
+        """The legs of a place are others than before. Every plan compares what is worked out here."""
+        self.load = (self.active + 1) / self.room
+        capacity, places = self.node.capacity, self.places
+        place.crowd = place.legs if capacity is None else capacity.crowd(place, self.node.ranks)
+        self.lightest = places[0] if len(places) == 1 else min(places, key=_LIGHTEST)
+
+    def place(self, rank: int | None) -> PlaceLoad:
+        """The place of a rank. Where none is named, vLLM chooses: the one with the fewest legs, as far as is known."""
+        if len(self.places) == 1:
+            return self.places[0]
+        return min(self.places, key=_FEWEST_LEGS) if rank is None else self.places[rank]
+
+    @property
+    def footprint(self) -> Footprint:
+        """What decode legs take of all its caches."""
+        return Footprint(sum(place.tokens for place in self.places), sum(place.sequences for place in self.places))
 
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""
@@ -253,10 +260,13 @@ class NodeView:
 
         A node without a published capacity admits any, and one on which no decode leg of ours runs admits any one.
         """
-        capacity, held = self.node.capacity, self.footprint
-        if capacity is None or not most or not held.sequences:
+        capacity = self.node.capacity
+        if capacity is None or not most:
             return True
-        return capacity.part_taken(held.tokens + more.tokens, held.sequences + more.sequences) <= most
+        held = self.footprint
+        return not held.sequences or (
+            capacity.part_taken(held.tokens + more.tokens, held.sequences + more.sequences) <= most
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -275,23 +285,25 @@ class Bars:
         return prefill not in self.nodes and decode not in self.nodes and (prefill, decode) not in self.pairs
 
 
+NO_BARS = Bars()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Places:
-    """Where in a snapshot prefill and decode nodes stand that take requests for one model."""
+class Group:
+    """The prefill and decode nodes that take requests for one model, or those of one cohort of them.
 
-    prefills: tuple[int, ...]
-    decodes: tuple[int, ...]
+    Attributes:
+        cohort: its name; "" for all.
+        prefills, decodes: in the order of joining.
+    """
 
-    def of(self, role: Role) -> tuple[int, ...]:
-        """The places of one role's nodes."""
+    cohort: str
+    prefills: tuple[NodeView, ...]
+    decodes: tuple[NodeView, ...]
+
+    def of(self, role: Role) -> tuple[NodeView, ...]:
+        """The nodes of one role."""
         return self.prefills if role is Role.PREFILL else self.decodes
-
-    def views(self, role: Role, nodes: "tuple[NodeView, ...]") -> "list[NodeView]":
-        """The views of one role's nodes, of all in a snapshot. Fast: each plan asks, and there are many."""
-        places = self.of(role)
-        if len(places) > 1:
-            return list(operator.itemgetter(*places)(nodes))
-        return [nodes[place] for place in places]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -302,47 +314,67 @@ class Seeds:
     weights: tuple[float, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Served:
     """The nodes that take requests for one model, and of those that are a last resort the ones that are needed.
 
     Attributes:
-        places: of all of them.
-        cohorts: of those of each cohort, sorted by its name (``cohort_names``); nodes of unknown cohort are in each.
-        by_name: the place of each of them.
-        seeds: by role, in the order of ``places``.
+        all: of them.
+        cohorts: those of each cohort, sorted by its name; nodes of unknown cohort are in each.
+        by_name: each of them.
+        seeds: by role, in the order of ``all``.
+        heaviest: by role, the greatest weight of a node; 1 where there is none.
+        pairs: whether a prefill and a decode node are of one cohort.
+        alone: each role has one place at most, so that there is nothing to choose.
     """
 
-    places: Places
-    cohorts: tuple[Places, ...]
-    cohort_names: tuple[str, ...]
-    by_name: Mapping[str, int]
-    seeds: Mapping[Role, Seeds]
+    __slots__ = ("all", "alone", "by_name", "cohorts", "heaviest", "pairs", "seeds")
 
-    @property
-    def pairs(self) -> bool:
-        """Whether a prefill and a decode node are of one cohort."""
-        return any(places.prefills and places.decodes for places in self.cohorts)
+    def __init__(self, here: list[NodeView]) -> None:
+        self.all = _group(here)
+        names = sorted({view.node.cohort for view in here})
+        self.cohorts = tuple(
+            self.all if len(names) == 1 else _group([view for view in here if view.node.cohort in ("", name)], name)
+            for name in names
+        )
+        self.by_name = {view.name: view for view in here}
+        self.seeds = {role: _seeds(self.all.of(role)) for role in Role}
+        self.heaviest = {role: max((view.node.weight for view in self.all.of(role)), default=1.0) for role in Role}
+        self.alone = all(sum(view.node.ranks for view in self.all.of(role)) < 2 for role in Role)
+        self.pairs = any(group.prefills and group.decodes for group in self.cohorts)
 
 
-class Roster:
-    """What of a snapshot does not depend on load: which of its nodes take requests for which model.
+def _group(views: list[NodeView], cohort: str = "") -> Group:
+    prefills, decodes = (tuple(view for view in views if view.node.role is role) for role in Role)
+    return Group(cohort, prefills, decodes)
 
-    Finding that takes longer than a plan, so it is found once for all snapshots in which each place has the same node,
-    and the same answers from `NodeView.takes_requests` and `NodeView.is_last_resort`.
+
+def _seeds(views: tuple[NodeView, ...]) -> Seeds:
+    weights = tuple(view.node.weight for view in views)
+    return Seeds(tuple(view.node.seed for view in views), weights if len(set(weights)) > 1 else ())
+
+
+class Snapshot:
+    """All nodes, in the order of joining: which are there, in which state, which of them exchange tickets.
+
+    It is another one as soon as any of that changes. Their load is not part of it: the views go on showing what it is.
 
     Attributes:
+        nodes: all of them.
+        bars: which exchange no tickets.
+        load: how fast their places are.
         models: every name that a client may ask for, served by a decode node in whatever state, sorted.
         base_models: of these, the models themselves: no adapters, and no second names.
     """
 
-    def __init__(self, nodes: tuple[NodeView, ...]) -> None:
+    def __init__(self, nodes: tuple[NodeView, ...], bars: Bars = NO_BARS, load: Load | None = None) -> None:
+        self.nodes = nodes
+        self.bars = bars
+        self.load = load or Load()
         decodes = [view.node for view in nodes if view.node.role is Role.DECODE]
         self.models = tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
         self.base_models = tuple(sorted({node.model for node in decodes if node.model}))
         self._may_serve_any = not all(node.model for node in decodes) or not decodes
         self._names = frozenset(name for view in nodes for name in (view.node.model, *view.node.aliases))
-        self._nodes = nodes
         self._served: dict[str, Served] = {}
 
     def knows(self, model: str) -> bool:
@@ -351,22 +383,19 @@ class Roster:
 
     def served(self, model: str) -> Served:
         """The nodes that take requests for a model, or are the last resort, whatever a client may call it."""
-        known = model if model in self._names else ""  # so that clients' words do not fill the memory
-        found = self._served.get(known)
+        found = self._served.get(model)
         if found is None:
-            found = self._served[known] = self._find(known)
+            known = model if model in self._names else ""  # so that clients' words do not fill the memory
+            found = self._served.get(known)
+            if found is None:
+                found = self._served[known] = self._find(known)
         return found
 
     def _find(self, model: str) -> Served:
-        views = [(place, view) for place, view in enumerate(self._nodes) if view.node.serves(model)]
-        serving = [view.node for _, view in views if view.takes_requests()]
-        needed = _needed(serving, [view.node for _, view in views if view.is_last_resort()])
-        here = [(place, view.node) for place, view in views if view.takes_requests() or view.name in needed]
-        cohorts = sorted({node.cohort for _, node in here})
-        seeds = {role: _seeds([node for _, node in here if node.role is role]) for role in Role}
-        by_name = {node.name: place for place, node in here}
-        groups = tuple(_places(here, cohort) for cohort in cohorts)
-        return Served(_places(here), groups, tuple(cohorts), by_name, seeds)
+        views = [view for view in self.nodes if view.node.serves(model)]
+        serving = [view.node for view in views if view.takes_requests()]
+        needed = _needed(serving, [view.node for view in views if view.is_last_resort()])
+        return Served([view for view in views if view.takes_requests() or view.name in needed])
 
 
 def _needed(serving: list[Node], going: list[Node]) -> frozenset[str]:
@@ -384,28 +413,3 @@ def _needed(serving: list[Node], going: list[Node]) -> frozenset[str]:
         if node.role not in roles
         or (any(map(node.is_partner, (*serving, *going))) and not any(map(node.replaces, serving)))
     )
-
-
-def _places(here: list[tuple[int, Node]], cohort: str | None = None) -> Places:
-    """Of all nodes, or of those that belong to a cohort."""
-    those = [(place, node.role) for place, node in here if cohort is None or node.cohort in ("", cohort)]
-    prefills, decodes = (tuple(place for place, role in those if role is wanted) for wanted in Role)
-    return Places(prefills, decodes)
-
-
-def _seeds(nodes: list[Node]) -> Seeds:
-    weights = tuple(node.weight for node in nodes)
-    return Seeds(tuple(node.seed for node in nodes), weights if len(set(weights)) > 1 else ())
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All nodes at one moment, in the order of joining; ``known`` is the roster of an earlier one that still holds."""
-
-    nodes: tuple[NodeView, ...]
-    bars: Bars = Bars()
-    known: dataclasses.InitVar[Roster | None] = None
-    roster: Roster = dataclasses.field(init=False, repr=False, compare=False)
-
-    def __post_init__(self, known: Roster | None) -> None:
-        object.__setattr__(self, "roster", known or Roster(self.nodes))

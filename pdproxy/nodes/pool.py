@@ -4,6 +4,7 @@ No I/O: `health_check` and `join` do that and report here. Everything is synchro
 """
 
 import asyncio
+import functools
 import math
 from collections.abc import Callable, Iterator
 
@@ -14,10 +15,11 @@ from pdproxy.errors import Fault, PdproxyError
 from pdproxy.failures import PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
 from pdproxy.nodes.hand_overs import HandOvers
+from pdproxy.nodes.load import Load
 from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Role, Snapshot, State
 from pdproxy.nodes.node_log import NodeLog
 from pdproxy.nodes.outlier import Source, Verdict
-from pdproxy.nodes.pool_entry import NO_LOAD, CohortTraffic, LegLoad, PoolEntry, Slot, Views
+from pdproxy.nodes.pool_entry import NO_LOAD, CohortTraffic, LegLoad, PoolEntry, Slot
 from pdproxy.observe.labels import Leg
 from pdproxy.observe.metrics import Metrics
 
@@ -53,6 +55,7 @@ class Pool:
 
     Attributes:
         bars: which nodes exchange no tickets though they are of one cohort; changed by `bar` alone.
+        load: the book of what waits and runs at all places, and how fast they were.
         hand_overs: what became of tickets; `proof` bars pairs by it.
         traffic: requests that were sent to the decode nodes of each cohort.
         changed: set when a node was added or fell back to JOINING; `HealthCheck` clears it.
@@ -65,10 +68,13 @@ class Pool:
         self._config = config or CircuitBreakerConfig()
         self._metrics = metrics or Metrics(CollectorRegistry())
         self._entries: dict[str, PoolEntry] = {}
-        self._views = Views(self._refresh)
+        self._latest: Snapshot | None = None
+        self._next_change = math.inf
+        """Until then, in monotonic seconds, the passing of time changes nothing."""
         self._log = NodeLog(clock)
         self._room_watchers: list[Callable[[], None]] = []
         self.bars = Bars()
+        self.load = Load()
         self.hand_overs = HandOvers()
         self.traffic = CohortTraffic(clock)
         self.changed = asyncio.Event()
@@ -79,30 +85,29 @@ class Pool:
     # -- planning and legs
 
     def snapshot(self) -> Snapshot:
-        """Every node as it stands now."""
-        return self._views.snapshot(self._clock.now(), self.bars)
+        """All nodes as they stand now."""
+        self._let_time_pass()
+        if self._latest is None:
+            self._latest = Snapshot(tuple(entry.view for entry in self._entries.values()), self.bars, self.load)
+        return self._latest
 
     def view(self, name: str) -> NodeView:
         """One node as it stands now."""
-        self._entry(name)
-        return self._views.one(name, self._clock.now())
-
-    def active(self, name: str) -> int:
-        """How many legs are on a node; 0 where it has left."""
-        entry = self._entries.get(name)
-        return 0 if entry is None else entry.active
+        entry = self._entry(name)
+        self._let_time_pass()
+        return entry.view
 
     def acquire(self, name: str, load: LegLoad = NO_LOAD) -> Slot:
         """Count a leg on the node, and what it adds there, until its slot is released."""
         entry = self._entry(name)
-        slot = Slot(entry, self._clock, load, self._changed, self._release)
+        slot = Slot(entry, self._clock, self.load, load, self._release)
         if slot.takes_room:
             self.traffic.record(entry.node.cohort)
             self._metrics.cohort_requested(entry.node.cohort)
-        entry.active += 1
-        entry.trials += slot.trial
-        self._changed(entry)
-        if entry.active == 1:
+        if slot.trial:
+            entry.view.trials += 1
+            self._latest = None  # a trial decides whether a node that is on trial takes requests
+        if entry.view.active == 1:
             entry.idle.clear()
         return slot
 
@@ -144,8 +149,7 @@ class Pool:
         record = entry.records[leg]
         record.failed(source, verdict, streaming=streaming)
         if verdict is not Verdict.UNSERVED:
-            entry.reason = f"last fault: {fault}"
-            self._changed(entry)
+            entry.view.reason = f"last fault: {fault}"
         now, peers = self._clock.now(), [peer.records[leg] for peer in self._peers(entry)]
         circuit = self._refresh(entry, now).circuit
         tried = circuit.state is CircuitState.HALF_OPEN and verdict is not Verdict.UNSERVED
@@ -158,7 +162,7 @@ class Pool:
         kin = (other for other in self._entries.values() if other is not entry and other.node.role is entry.node.role)
         if any(other.out_by == request and other.circuit.state is not CircuitState.CLOSED for other in kin):
             return
-        entry.reason, entry.out_by = reason, request
+        entry.view.reason, entry.out_by = reason, request
         self._set(entry, entry.circuit.opened(self._clock.now()))
 
     def _peers(self, entry: PoolEntry) -> list[PoolEntry]:
@@ -188,10 +192,10 @@ class Pool:
         """Take a node in as JOINING; `HealthCheck` then has it join. Raises `DuplicateNode` if the name is taken."""
         if node.name in self._entries:
             raise DuplicateNode(node.name)
-        entry = PoolEntry(node, CircuitBreaker(self._config), node, since=self._clock.now())
-        self._entries[node.name] = entry
-        self._views.add(entry, self._clock.now())
-        self._metrics.watch_node(node.name, node.role, lambda: entry.active)
+        view = NodeView(node, since=self._clock.now())
+        self._entries[node.name] = entry = PoolEntry(view, CircuitBreaker(self._config), node)
+        self._latest = None
+        self._metrics.watch_node(node.name, node.role, lambda: view.active)
         self._log.joined(node)
         self._count_models(node)
         self._count_state(entry)
@@ -206,10 +210,11 @@ class Pool:
         entry = self._entry(node.name)
         if not entry.is_going():
             before = entry.node
-            entry.admit(node)
+            entry.records.clear()
+            entry.view.become(node, entry.view.share)
             self._count_models(node)
             self._count_cohort(before)
-            entry.misses, entry.reason = 0, ""
+            entry.misses, entry.view.reason = 0, ""
             entry.stay()
             self._set(entry, CircuitBreaker(self._config, changed_at=self._clock.now()), State.UP)
             for each in (before, node):  # its model may be another one
@@ -219,16 +224,16 @@ class Pool:
     def serve_models(self, node: Node) -> None:
         """The node of this name serves other models than before; all else of it is as it was."""
         entry = self._entry(node.name)
-        entry.node = node
+        entry.view.become(node, entry.view.share)
+        self._latest = None
         self._count_models(node)
-        self._changed(entry)
 
     def refuse(self, name: str, reason: str) -> None:
         """Its settings cannot work. Streams that run on the node go on."""
         entry = self._entry(name)
         if not entry.is_going():
-            again = entry.state() is State.REFUSED and entry.reason != reason
-            entry.reason = reason
+            again = entry.state() is State.REFUSED and entry.view.reason != reason
+            entry.view.reason = reason
             self._set(entry, entry.circuit, State.REFUSED)
             if again:
                 self._announce(entry, State.REFUSED)
@@ -237,13 +242,12 @@ class Pool:
         """Why the node does not join yet, for operators; ignored for one that is not JOINING."""
         entry = self._entries.get(name)
         if entry is not None and entry.membership is State.JOINING:
-            entry.reason = reason
-            self._changed(entry)
+            entry.view.reason = reason
 
     def rejoin(self, name: str) -> None:
         """Back to JOINING: at the end of a drain, or where its preflight must be made again."""
         entry = self._entry(name)
-        entry.reason = ""
+        entry.view.reason = ""
         entry.stay()
         self._set(entry, entry.circuit, State.JOINING)
         self.changed.set()
@@ -256,7 +260,7 @@ class Pool:
     def drain(self, name: str, reason: str = BY_OPERATOR) -> None:
         """No new requests from now on. `Drainer` watches over the deadline."""
         entry = self._entry(name)
-        entry.reason = reason
+        entry.view.reason = reason
         self._set(entry, entry.circuit, State.DRAINING)
 
     def terminate(self, name: str) -> None:
@@ -267,7 +271,7 @@ class Pool:
         entry = self._entry(name)
         serves = entry.membership in (State.UP, State.TERMINATING)
         if entry.membership is not State.DRAINING:
-            entry.reason = "its endpoint terminates"
+            entry.view.reason = "its endpoint terminates"
         self._set(entry, entry.circuit, State.TERMINATING if serves else State.DRAINING)
 
     def is_going(self, name: str) -> bool:
@@ -285,7 +289,9 @@ class Pool:
         entry = self._entries.pop(name, None)
         if entry is not None:
             self._log.left(entry.node)
-            self._views.remove(name)
+            self._latest, entry.left = None, True
+            for place in entry.view.places:
+                self.load.forget(place)
             entry.leaving.set()
             self._room_changed()
             self._metrics.node_forgotten(name, entry.node.role, State, CircuitState)
@@ -299,7 +305,7 @@ class Pool:
 
     def _bar(self, bars: Bars) -> None:
         before, after = set(self._pairs(self.bars)), set(self._pairs(bars))
-        self.bars = bars
+        self.bars, self._latest = bars, None
         for pair in before - after:
             self._metrics.pair_allowed(*pair)
         for pair in after - before:
@@ -321,6 +327,7 @@ class Pool:
         progressed = entry.progressed_at >= began
         if fault is None or (progressed and PROBE_BLAME[fault] is Blame.IF_SILENT):
             entry.misses = 0
+            self._show_circuit(entry, self._clock.now())
             return
         entry.misses += 1
         if entry.lost():
@@ -337,7 +344,7 @@ class Pool:
 
     def _open(self, entry: PoolEntry, reason: str) -> None:
         if entry.circuit.state is not CircuitState.OPEN:
-            entry.reason, entry.out_by = reason, ""
+            entry.view.reason, entry.out_by = reason, ""
             self._set(entry, entry.circuit.opened(self._clock.now()))
 
     def lost(self, name: str) -> bool:
@@ -351,10 +358,11 @@ class Pool:
         return math.inf if entry is None else entry.silent_since()
 
     def _release(self, entry: PoolEntry, slot: Slot) -> None:
-        entry.active -= 1
-        entry.trials = max(0, entry.trials - slot.trial)
-        self._changed(entry)
-        if entry.active == 0:
+        view = entry.view
+        if slot.trial and view.trials:
+            view.trials -= 1
+            self._latest = None
+        if view.active == 0:
             entry.idle.set()
         if slot.takes_room:
             self._room_changed()
@@ -369,33 +377,50 @@ class Pool:
             raise UnknownNode(name)
         return entry
 
-    def _changed(self, entry: PoolEntry) -> None:
-        """Its view must be made again, unless it has left: its last legs end later."""
-        if self._entries.get(entry.node.name) is entry:
-            self._views.outdated[entry.node.name] = entry
+    def _let_time_pass(self) -> None:
+        """Circuits that are open become half open, and nodes that came back get more of their shares."""
+        now = self._clock.now()
+        if now < self._next_change:
+            return
+        for entry in self._entries.values():
+            if now >= entry.constant_until:
+                self._refresh(entry, now)
+                self._show_circuit(entry, now)
+        self._next_change = min((entry.constant_until for entry in self._entries.values()), default=math.inf)
 
     def _refresh(self, entry: PoolEntry, now: float) -> PoolEntry:
         """Apply the passing of time; a node that active health gave up stays down after its cool-down."""
         if entry.circuit.state is CircuitState.OPEN and not entry.lost():
-            self._set(entry, entry.circuit.at(now))
+            circuit = entry.circuit.at(now)
+            if circuit is not entry.circuit:
+                self._set(entry, circuit)
         return entry
 
+    def _show_circuit(self, entry: PoolEntry, now: float) -> None:
+        view, share = entry.view, entry.circuit.share(now)
+        if share != view.share:
+            view.become(view.node, share)
+        entry.constant_until = math.inf if entry.lost() else entry.circuit.constant_until(now)
+        self._next_change = min(self._next_change, entry.constant_until)
+
     def _set(self, entry: PoolEntry, circuit: CircuitBreaker, membership: State | None = None) -> None:
-        before, state = entry.circuit.state, entry.state()
+        before, view, now = entry.circuit.state, entry.view, self._clock.now()
         entry.circuit, entry.membership = circuit, membership or entry.membership
-        self._changed(entry)
+        self._latest = None
         if circuit.state is not before:
-            entry.trials = 0
+            view.trials = 0
             self._metrics.circuit_moved(entry.node.name, circuit.state)
-        if entry.state() is not state:
+        self._show_circuit(entry, now)
+        state, view.state = view.state, entry.state()
+        if view.state is not state:
             self._announce(entry, state)
-            if {state, entry.state()} != _OUTAGE:
-                entry.since = self._clock.now()
+            if {state, view.state} != _OUTAGE:
+                view.since = now
             self._count_state(entry)
             self._room_changed()
 
     def _announce(self, entry: PoolEntry, before: State) -> None:
-        self._log.moved(entry.node, before, entry.state(), entry.reason, self._clock.now() - entry.since)
+        self._log.moved(entry.node, before, entry.view.state, entry.view.reason, self._clock.now() - entry.view.since)
 
     def _count_state(self, entry: PoolEntry) -> None:
         node = entry.node
@@ -403,7 +428,12 @@ class Pool:
         self._count_cohort(node)
         self._count_serving(node)
         if node.role is Role.PREFILL and node.model:
-            self._metrics.prefill_expected(node.model)
+            self._metrics.watch_prefill(node.model, functools.partial(self._to_prefill, node.model))
+
+    def _to_prefill(self, model: str) -> int:
+        """Tokens that the prefill nodes of a model still have to compute."""
+        nodes = (each.view for each in self._entries.values() if each.node.role is Role.PREFILL)
+        return sum(place.queued for view in nodes if view.node.model == model for place in view.places)
 
     def _count_models(self, node: Node) -> None:
         """Clients may ask decode nodes for these; what a prefill node alone serves they cannot have."""

@@ -1,5 +1,5 @@
-"""One node in the pool: its state, what runs on it, its view, the slots of its legs; and how many requests the nodes of
-each cohort got lately. Only the pool changes an entry.
+"""One node in the pool: its state, the slots of its legs; and how many requests the nodes of each cohort got lately.
+Only the pool changes an entry.
 """
 
 import asyncio
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitState
-from pdproxy.nodes.node import NO_FOOTPRINT, Bars, Footprint, Node, NodeView, Roster, Snapshot, State
+from pdproxy.nodes.load import Load, Work
+from pdproxy.nodes.node import NO_FOOTPRINT, Footprint, Node, NodeView, State
 from pdproxy.nodes.outlier import LegRecord
 from pdproxy.observe.labels import Leg
 
@@ -25,13 +26,17 @@ class LegLoad(NamedTuple):
 
     Attributes:
         rank: the data-parallel rank that it goes to; None where vLLM chooses.
-        queued: tokens of its prompt that are to be computed there.
+        queued: tokens of its prompt that are to be computed there; None where none of it is.
         footprint: what it takes of the caches there: a decode leg's.
+        key: the name of its API key.
+        arrived: monotonic seconds when its prompt came to the proxy.
     """
 
     rank: int | None = None
-    queued: int = 0
+    queued: int | None = None
     footprint: Footprint = NO_FOOTPRINT
+    key: str = ""
+    arrived: float = 0.0
 
 
 NO_LOAD = LegLoad()
@@ -46,45 +51,41 @@ class PoolEntry:
     """What the pool keeps of one node.
 
     Attributes:
-        node: with what the preflight found filled in.
-        configured: as it was given to the pool.
+        view: its state and its load, as plans see it.
+        configured: the node as it was given to the pool.
         membership: JOINING, UP, DRAINING, TERMINATING or REFUSED; the circuit counts while it is UP or TERMINATING.
-        active: legs in flight.
-        legs: of them, by data-parallel rank; as many ranks as the node has, or has had.
-        queued: of their prompts' tokens, those that are still to be computed on each rank.
-        held: what they take of each rank's caches.
-        trials: of these, the ones that were sent to try a half-open circuit.
+        constant_until: monotonic seconds until which the passing of time changes nothing.
         misses: active health probes failed in a row.
         progressed_at: monotonic seconds when a leg last received something from the node.
-        since: monotonic seconds when its state last changed; while it is out, when that began.
         leaving: set when running streams should move elsewhere.
         idle: set while no leg is in flight.
         alarms: called when active health gives the node up.
         records: how its legs ended.
         out_by: the id of the request whose failure opened the circuit; "" where active health did.
+        left: it is not in the pool any more; legs that run on it end later.
     """
 
-    node: Node
+    view: NodeView
     circuit: CircuitBreaker
     configured: Node
     membership: State = State.JOINING
-    active: int = 0
-    legs: list[int] = dataclasses.field(default_factory=lambda: [0])
-    queued: list[int] = dataclasses.field(default_factory=lambda: [0])
-    held: list[Footprint] = dataclasses.field(default_factory=lambda: [NO_FOOTPRINT])
-    trials: int = 0
+    constant_until: float = math.inf
     misses: int = 0
     progressed_at: float = float("-inf")
-    reason: str = ""
-    since: float = float("-inf")
     leaving: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     alarms: set[Callable[[], None]] = dataclasses.field(default_factory=set)
     records: defaultdict[Leg, LegRecord] = dataclasses.field(default_factory=lambda: defaultdict(LegRecord))
     out_by: str = ""
+    left: bool = False
 
     def __post_init__(self) -> None:
         self.idle.set()
+
+    @property
+    def node(self) -> Node:
+        """The node with what the preflight found filled in."""
+        return self.view.node
 
     def stay(self) -> None:
         """Streams that begin from now on need not leave. Those that run keep their event: it may still be set."""
@@ -97,7 +98,7 @@ class PoolEntry:
 
     def silent_since(self) -> float:
         """Monotonic seconds when something last came for a leg; inf while no leg is in flight."""
-        return self.progressed_at if self.active else math.inf
+        return self.progressed_at if self.view.active else math.inf
 
     def send_legs_away(self) -> None:
         """Have streams move, and legs that wait for an answer fail, where there is another node for them."""
@@ -115,110 +116,13 @@ class PoolEntry:
         """Whether it leaves: nothing that is found out about it lets it serve as before."""
         return self.membership in (State.DRAINING, State.TERMINATING)
 
-    def admit(self, node: Node) -> None:
-        """The node with what its preflight found; it may have more ranks than before, or fewer."""
-        self.node = node
-        self.records.clear()
-        more = node.ranks - len(self.legs)
-        self.legs += [0] * more
-        self.queued += [0] * more
-        self.held += [NO_FOOTPRINT] * more
-
-    def lightest_rank(self) -> int:
-        """The one with the fewest legs: where vLLM sends a leg that names none, as far as this proxy can tell."""
-        return min(range(self.node.ranks), key=self.legs.__getitem__)
-
-    def view(self, now: float) -> NodeView:
-        """The node as a snapshot shows it."""
-        state, share, ranks = self.state(), self.circuit.share(now), self.node.ranks
-        legs, queued, held = self.legs, self.queued, self.held
-        if len(legs) > ranks:  # it had more of them
-            legs, queued, held = legs[:ranks], queued[:ranks], held[:ranks]
-        return NodeView(
-            self.node, state, self.active, share, self.trials, self.reason, tuple(legs), tuple(queued), tuple(held),
-            self.since,
-        )  # fmt: skip
-
-
-class Views:
-    """The views of all nodes, in the order of joining: each is kept until its node changes, or time changes it.
-
-    Args:
-        refresh: applies the passing of time to an entry, until a moment in monotonic seconds.
-
-    Attributes:
-        outdated: nodes that have changed since their view was made; the pool puts them in.
-    """
-
-    def __init__(self, refresh: Callable[[PoolEntry, float], PoolEntry]) -> None:
-        self._refresh = refresh
-        self._entries: dict[str, PoolEntry] = {}
-        self._views: dict[str, NodeView] = {}
-        self._constant_until: dict[str, float] = {}
-        """Of nodes whose view changes with time alone."""
-        self._next_change = math.inf
-        self._roster: Roster | None = None
-        self._latest: Snapshot | None = None
-        self.outdated: dict[str, PoolEntry] = {}
-
-    def add(self, entry: PoolEntry, now: float) -> None:
-        """A node joins."""
-        self._entries[entry.node.name] = entry
-        self._views[entry.node.name] = entry.view(now)
-        self._roster = self._latest = None
-
-    def remove(self, name: str) -> None:
-        """It leaves."""
-        del self._entries[name], self._views[name]
-        self.outdated.pop(name, None)
-        self._constant_until.pop(name, None)
-        self._roster = self._latest = None
-
-    def one(self, name: str, now: float) -> NodeView:
-        """One node as it stands now."""
-        self._renew(now)
-        return self._views[name]
-
-    def snapshot(self, now: float, bars: Bars) -> Snapshot:
-        """All as they stand now."""
-        self._renew(now)
-        if self._latest is None or self._latest.bars is not bars:
-            self._latest = Snapshot(tuple(self._views.values()), bars, self._roster)
-            self._roster = self._latest.roster
-        return self._latest
-
-    def _renew(self, now: float) -> None:
-        if now >= self._next_change:
-            later = {name: until for name, until in self._constant_until.items() if now < until}
-            self.outdated |= {name: self._entries[name] for name in self._constant_until.keys() - later.keys()}
-            self._constant_until, self._next_change = later, min(later.values(), default=math.inf)
-        if self.outdated:
-            outdated, self.outdated = self.outdated, {}
-            for name, entry in outdated.items():
-                self._renew_one(name, self._refresh(entry, now), now)
-            self._latest = None
-
-    def _renew_one(self, name: str, entry: PoolEntry, now: float) -> None:
-        before, view = self._views[name], entry.view(now)
-        self._views[name] = view
-        # A trial decides whether a node that is on trial takes requests.
-        moved = view.state is not before.state or bool(view.trials) is not bool(before.trials)
-        if moved or view.node is not before.node:
-            self._roster = None
-        until = entry.circuit.constant_until(now)
-        if until == math.inf:
-            self._constant_until.pop(name, None)
-        else:
-            self._constant_until[name] = until
-            self._next_change = min(self._next_change, until)
-
 
 class Slot:
-    """A leg's place on a node: must be released, on every exit. Also a context manager.
+    """A leg's place on a node, from which the book of load is written: must be released, on every exit. Also a context
+    manager.
 
     Args:
         load: what it adds there.
-        on_change: called when ``entry`` has changed.
         on_release: called with ``entry`` and the slot.
 
     Attributes:
@@ -226,38 +130,72 @@ class Slot:
         takes_room: of the node's caches.
     """
 
+    __slots__ = (
+        "_alarm", "_began", "_book", "_clock", "_entry", "_load", "_on_release", "_place", "_queued", "takes_room",
+        "trial",
+    )  # fmt: skip
+
     def __init__(
         self,
         entry: PoolEntry,
         clock: Clock,
+        book: Load,
         load: LegLoad,
-        on_change: Callable[[PoolEntry], None],
         on_release: Callable[[PoolEntry, "Slot"], None],
     ) -> None:
+        view = entry.view
         self._entry: PoolEntry | None = entry
         self._clock = clock
-        self._queued, self._footprint = load.queued, load.footprint
-        self.takes_room = load.footprint.sequences > 0
-        self._on_change = on_change
+        self._book = book
+        self._load = load
         self._on_release = on_release
-        self.trial = entry.state() is State.PROBING
         self._alarm: Callable[[], None] | None = None
-        rank = load.rank
-        if rank is None:
-            rank = 0 if entry.node.ranks == 1 else entry.lightest_rank()
-        self._rank = rank
-        entry.legs[rank] += 1
-        entry.queued[rank] += load.queued
-        if self.takes_room:
-            tokens, sequences = entry.held[rank]
-            entry.held[rank] = Footprint(tokens + load.footprint.tokens, sequences + load.footprint.sequences)
+        self._began = clock.now()
+        self._place = place = view.place(load.rank)
+        self.trial = view.state is State.PROBING
+        place.legs += 1
+        self._queued = load.queued is not None
+        if load.queued is not None:
+            place.take_prompt(load.key, load.queued, self._began)
+        tokens, sequences = load.footprint
+        self.takes_room = sequences > 0
+        place.tokens += tokens
+        place.sequences += sequences
+        view.active += 1
+        view.changed(place)
 
-    def prompt_computed(self) -> None:
-        """The tokens that were to be computed for it are. Idempotent."""
-        if self._entry is not None and self._queued:
-            self._entry.queued[self._rank] -= self._queued
-            self._queued = 0
-            self._on_change(self._entry)
+    def computed(self, tokens: int | None = None) -> None:
+        """The prompt that was to be computed is computed. Idempotent.
+
+        ``tokens``: how many were; the place's speed is learned from it. None: the leg's time says nothing of that.
+        """
+        entry, load, place = self._entry, self._load, self._place
+        if entry is None or not self._queued or load.queued is None:
+            return
+        self._queued = False
+        place.drop_prompt(load.key, load.queued)
+        entry.view.changed(place)
+        now = self._clock.now()
+        if tokens is None or entry.left:
+            place.end_prompt(self._began, now)
+        elif self.takes_room:
+            self._book.computed(Work.LOCAL, place, tokens, self._began, now)
+        else:
+            seconds = self._book.computed(Work.PREFILL, place, tokens, self._began, now)
+            self._book.prefilled(place, entry.node.ranks, seconds, load.arrived, now)
+
+    def took_over(self, tokens: int, since: float, *, instead: bool) -> None:
+        """The place has read so many tokens of a prompt from a prefill node, since that monotonic second. How fast it
+        does that is learned. ``instead``: it could have computed the prompt itself."""
+        if self._entry is not None and not self._entry.left:
+            self._book.took(Work.HAND_OVER, self._place, tokens, self._place.seconds_alone(since, self._clock.now()))
+            if instead:
+                self._book.passed_over(Work.LOCAL, self._place)
+
+    def streamed(self, tokens: int, seconds: float) -> None:
+        """So many tokens of a stream came in so many seconds."""
+        if self._entry is not None:
+            self._book.demand.decoded(self._entry.view.active, tokens, seconds)
 
     def progress(self) -> None:
         """Something arrived from the node: active health then knows that a slow probe means busy, not dead. Cheap."""
@@ -266,7 +204,7 @@ class Slot:
 
     def on_node_down(self, alarm: Callable[[], None] | None) -> None:
         """Call ``alarm`` each time that active health finds the node gone; None ends that."""
-        if self._entry is None:
+        if self._entry is None or self._alarm is alarm:
             return
         if self._alarm is not None:
             self._entry.alarms.discard(self._alarm)
@@ -276,17 +214,21 @@ class Slot:
 
     def release(self) -> None:
         """Give the place back. Idempotent; works after the node has left the pool."""
+        entry = self._entry
+        if entry is None:
+            return
         self.on_node_down(None)
-        entry, self._entry = self._entry, None
-        if entry is not None:
-            entry.legs[self._rank] -= 1
-            entry.queued[self._rank] -= self._queued
-            if self.takes_room:
-                tokens, sequences = entry.held[self._rank]
-                entry.held[self._rank] = Footprint(
-                    tokens - self._footprint.tokens, sequences - self._footprint.sequences
-                )
-            self._on_release(entry, self)
+        self._entry = None
+        place, load = self._place, self._load
+        place.legs -= 1
+        if self._queued and load.queued is not None:
+            place.drop_prompt(load.key, load.queued)
+        tokens, sequences = load.footprint
+        place.tokens -= tokens
+        place.sequences -= sequences
+        entry.view.active -= 1
+        entry.view.changed(place)
+        self._on_release(entry, self)
 
     def __enter__(self) -> "Slot":
         return self

@@ -107,7 +107,7 @@ class Metrics:
         self._tokens_of = cache(lambda model: [self._tokens.labels(kind, model) for kind in IN_USAGE])
         self._prefill_tokens = gauge(
             "pdproxy_prefill_pending_tokens_estimate",
-            "Prompt tokens, estimated, of prefill legs that wait or run.",
+            "Prompt tokens, estimated, that prefill nodes still have to compute.",
             ["model"],
         )
         self._node_active = gauge("pdproxy_node_active", "Legs in flight on a node.", ["node", "role"])
@@ -247,17 +247,10 @@ class Metrics:
                 model_tokens.inc(count)
                 key_tokens.inc(count)
 
-    def prefill_expected(self, model: str) -> None:
-        """Prompts of a model may come: its series is there from now on, at 0."""
-        self._prefill_tokens.labels(model)
-
-    def prefill_began(self, model: str, tokens: int) -> None:
-        """A prompt of about so many tokens goes to a prefill node; ``model`` is that node's, no client's word."""
-        self._prefill_tokens.labels(model).inc(tokens)
-
-    def prefill_ended(self, model: str, tokens: int) -> None:
-        """It waits and runs no more; the same numbers as it began with."""
-        self._prefill_tokens.labels(model).dec(tokens)
+    def watch_prefill(self, model: str, tokens: Callable[[], float]) -> None:
+        """Ask for the tokens that prefill nodes of a model still have to compute whenever metrics are scraped.
+        ``model`` is the nodes' own, no client's word."""
+        self._prefill_tokens.labels(model).set_function(tokens)
 
     def watch_node(self, node: str, role: enum.StrEnum, legs: Callable[[], float]) -> None:
         """Ask for the number of legs on a node whenever metrics are scraped."""

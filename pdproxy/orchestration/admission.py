@@ -1,10 +1,9 @@
-"""One prompt's way through the queue: it waits, runs, has its prompt computed, and ends."""
+"""One prompt's way through the queue: it waits, runs, and ends."""
 
 import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-from pdproxy.clock import Clock
 from pdproxy.orchestration.request_queue import Asked, RequestQueue, Waiter
 from pdproxy.planning.shares import Standing
 
@@ -18,14 +17,12 @@ class Admission:
         runs: it counts among those that run.
     """
 
-    __slots__ = ("_asked", "_clock", "_computing", "_queue", "_waiter", "runs")
+    __slots__ = ("_asked", "_queue", "_waiter", "runs")
 
-    def __init__(self, queue: RequestQueue, clock: Clock, asked: Asked) -> None:
+    def __init__(self, queue: RequestQueue, asked: Asked) -> None:
         self._queue = queue
-        self._clock = clock
         self._asked = asked
         self._waiter: Waiter | None = None
-        self._computing: str | None = None
         self.runs = False
 
     async def begin(self, attempt: Callable[[Standing], T | None], lane: Callable[[], str]) -> T:
@@ -40,19 +37,6 @@ class Admission:
             self._waiter = await self._queue.wait(self._asked, lane(), start)
         return begun[0]
 
-    def planned(self, node: str) -> None:
-        """A node is to compute the prompt; not the one of an earlier plan any more."""
-        self._drop()
-        self._computing = node
-        self._queue.backlog.add(node, self._asked.key, self._asked.prompt, self._clock.now())
-
-    def computed(self) -> None:
-        """The prompt is computed: there may be room for one that waits. Idempotent."""
-        node, self._computing = self._computing, None
-        if node is not None:
-            self._queue.backlog.computed(node, self._asked.key, self._asked.prompt, self._clock.now())
-            self._queue.room_changed()
-
     def used(self, tokens: int) -> None:
         """It has cost so many tokens, of prompt and answers. One that did not wait was not charged at all."""
         if self._waiter is not None:
@@ -60,15 +44,9 @@ class Admission:
 
     def end(self) -> None:
         """It runs no more. Idempotent."""
-        self._drop()
         if self.runs:
             self.runs = False
             self._queue.ended(self._asked)
-
-    def _drop(self) -> None:
-        node, self._computing = self._computing, None
-        if node is not None:
-            self._queue.backlog.drop(node, self._asked.key, self._asked.prompt)
 
     def _start(self, attempt: Callable[[Standing], T | None], begun: list[T], standing: Standing) -> bool:
         result = attempt(standing)

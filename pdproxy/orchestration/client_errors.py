@@ -79,7 +79,7 @@ def only_model(snapshot: Snapshot) -> str:
     Raises:
         ClientError: 400: there are several.
     """
-    models = snapshot.roster.base_models
+    models = snapshot.base_models
     if len(models) > 1:
         text = f"Several models are served here: name one of them in `model`: {', '.join(models)}."
         raise ClientError(400, text, param="model", code="invalid_value")

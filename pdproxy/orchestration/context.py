@@ -1,6 +1,5 @@
 """What every part of the orchestration is given: its dependencies, and the operator's deadlines and policy."""
 
-import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -17,10 +16,9 @@ from pdproxy.orchestration.in_flight import InFlightRequests
 from pdproxy.orchestration.prefix_source import PrefixSource
 from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
 from pdproxy.planning.cache_aware import CacheAware
-from pdproxy.planning.demand import Decoded, Prefilled
 from pdproxy.planning.plan import PlanPolicy, RoutingPolicy
-from pdproxy.planning.rates import Rates
 from pdproxy.planning.shares import LimitsByKey
+from pdproxy.request import LocalReason, Shape
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 from pdproxy.transport.port import Timeouts, Transport
 
@@ -63,9 +61,12 @@ class OrchestrationConfig:
     queue: QueueLimits = dataclasses.field(default_factory=QueueLimits)
     decode_fill: float = 1.0
 
-    def plan_policy(self) -> PlanPolicy:
-        """What planning needs to know of it."""
-        return PlanPolicy(self.routing_policy, self.on_prefill_failure, self.on_no_decode, self.local_below_tokens)
+    def why_local(self, shape: Shape) -> LocalReason | None:
+        """Why a prompt of this shape is computed on the decode node, whatever nodes there are; None where it is not."""
+        if shape.local is None and self.local_below_tokens:
+            most = shape.most_prompt_tokens
+            return LocalReason.SHORT_PROMPT if most is not None and most < self.local_below_tokens else None
+        return shape.local
 
     def prefill_timeouts(self, remaining_seconds: float) -> Timeouts:
         """For a prefill leg of a request that has so many seconds left."""
@@ -108,8 +109,7 @@ class OrchestrationContext:
         new_hand_over_id: must return unguessable ids.
         tie_breaker: counts plans, so that equally loaded nodes take turns.
         queue: of all prompts; there is one for each pool.
-        rates: how fast nodes are; learned, and asked, by `CacheAware` alone.
-        work: what nodes did lately, for whoever counts them; on the way of a request it is only written down.
+        plan_policy: what planning needs to know of the config.
         prefix_source: what nodes have cached; None where the policy does not ask.
         key_limits: what each API key may have.
         tracer: makes the spans of legs; None without tracing.
@@ -124,16 +124,16 @@ class OrchestrationContext:
     in_flight: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
     new_hand_over_id: Callable[[], str] = new_hand_over_id
     tie_breaker: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    rates: Rates = dataclasses.field(default_factory=Rates)
     prefix_source: PrefixSource | None = None
-    work: collections.deque[Prefilled | Decoded] = dataclasses.field(
-        default_factory=lambda: collections.deque(maxlen=65536)
-    )
     key_limits: LimitsByKey = dataclasses.field(default_factory=LimitsByKey)
     tracer: Tracer | None = None
     background: Background = dataclasses.field(default_factory=Background)
     queue: RequestQueue = dataclasses.field(init=False)
+    plan_policy: PlanPolicy = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        config = self.config
+        policy = PlanPolicy(config.routing_policy, config.on_prefill_failure, config.on_no_decode)
+        object.__setattr__(self, "plan_policy", policy)
         object.__setattr__(self, "queue", RequestQueue(self.config.queue, self.clock, self.metrics, self.key_limits))
         self.pool.watch_room(self.queue.room_changed)

@@ -12,8 +12,8 @@ from pdproxy.legs.turns import PromptReader, in_turns
 from pdproxy.nodes.node import Role, Snapshot
 from pdproxy.orchestration.client_errors import no_node_error, only_model, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
-from pdproxy.planning.cache_aware import CacheAware, Market
-from pdproxy.planning.cost import Price, Quote
+from pdproxy.planning.cache_aware import CacheAware, Comparison
+from pdproxy.planning.cost import Cost, Estimate
 from pdproxy.planning.plan import Candidates, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.request import ClientRequest, Endpoint, HeldBody, Json, SubRequest
@@ -32,10 +32,10 @@ async def explain(context: OrchestrationContext, endpoint: Endpoint, raw: bytes)
     prefix = None if source is None else await source.look_up(sub_request)
     model, form = sub_request.request.model, sub_request.shape
     needs = PlanInput(
-        model, form.local, prompt_tokens=form.most_prompt_tokens, prefix=prefix,
-        tokens=form.prompt_tokens, rates=context.rates, names_rank=endpoint is not Endpoint.RESPONSES,
+        model, context.config.why_local(form), prefix=prefix, tokens=form.prompt_tokens,
+        names_rank=endpoint is not Endpoint.RESPONSES,
     )  # fmt: skip
-    snapshot, policy = context.pool.snapshot(), context.config.plan_policy()
+    snapshot, policy = context.pool.snapshot(), context.plan_policy
     try:
         chosen = plan(snapshot, needs, policy, 0)
     except UnknownModel as error:
@@ -65,7 +65,7 @@ def _plan_facts(chosen: Plan) -> dict[str, object]:
         "decode": {"node": chosen.decode.name, "rank": chosen.decode_rank},
         "local": chosen.local,
     }
-    return facts if chosen.decision is None else facts | chosen.decision.facts()
+    return facts | chosen.facts()
 
 
 def _candidates(routing: object, snapshot: Snapshot, needs: PlanInput) -> dict[str, object]:
@@ -73,30 +73,30 @@ def _candidates(routing: object, snapshot: Snapshot, needs: PlanInput) -> dict[s
     candidates = Candidates(snapshot, needs)
     if not isinstance(routing, CacheAware):
         return {role.value: [{"node": v.node.name, "load": v.load} for v in candidates.open(role)] for role in Role}
-    market = Market(routing, candidates)
+    compared = Comparison(routing, candidates)
 
-    def priced(price: Price, role: Role) -> list[dict[str, object]]:
-        return _shown(market.all_quotes(price, candidates.open(role), market.hits(role)))
+    def costs(cost: Cost, role: Role) -> list[dict[str, object]]:
+        return _shown(compared.all_estimates(cost, candidates.open(role), compared.hits(role)))
 
     return {
-        "prefill": priced(market.prefill, Role.PREFILL),
-        "decode": priced(market.hand_over, Role.DECODE),
-        "decode_alone": priced(market.local, Role.DECODE),
+        "prefill": costs(compared.prefill, Role.PREFILL),
+        "decode": costs(compared.hand_over, Role.DECODE),
+        "decode_alone": costs(compared.local(), Role.DECODE),
     }
 
 
-def _shown(quotes: Iterable[Quote]) -> list[dict[str, object]]:
+def _shown(estimates: Iterable[Estimate]) -> list[dict[str, object]]:
     return [
         {
-            "node": quote.view.node.name,
-            "rank": quote.rank,
-            **msgspec.structs.asdict(quote.hit),
-            "queued_tokens": quote.view.queued[quote.rank],
-            "legs": quote.view.legs[quote.rank],
-            "seconds": round(quote.seconds, 4),
-            "score": round(quote.score, 4),
+            "node": each.view.name,
+            "rank": each.place.rank,
+            **msgspec.structs.asdict(each.hit),
+            "queued_tokens": each.place.queued,
+            "legs": each.place.legs,
+            "seconds": round(each.seconds, 4),
+            "score": round(each.score, 4),
         }
-        for quote in sorted(quotes, key=lambda quote: quote.score)
+        for each in sorted(estimates, key=lambda each: each.score)
     ]
 
 

@@ -72,7 +72,7 @@ async def forward(
         ended: called with the status when a response that was returned has gone to the client, or cannot go on.
     """
     async with contextlib.AsyncExitStack() as held:
-        admission = Admission(context.queue, context.clock, Asked(request.api_key, 0, 1, request.deadline))
+        admission = Admission(context.queue, Asked(request.api_key, 0, 1, request.deadline))
         held.callback(admission.end)
         await admission.begin(lambda _: True, lambda: ANY_ROOM)
         response = await _forward(context, request, failure, held, ended)
@@ -257,8 +257,8 @@ def _count(context: OrchestrationContext, node: Node, fault: Fault, request: For
 
 def _choose(context: OrchestrationContext, model: str, excluded: frozenset[str]) -> Node:
     snapshot = context.pool.snapshot()
-    needs = PlanInput(model or next(iter(snapshot.roster.models), ""), excluded=excluded)
+    needs = PlanInput(model or next(iter(snapshot.models), ""), excluded=excluded)
     try:
-        return choose(snapshot, Role.DECODE, needs, context.config.plan_policy(), next(context.tie_breaker))
+        return choose(snapshot, Role.DECODE, needs, context.plan_policy, next(context.tie_breaker))
     except UnknownModel as error:
         raise unknown_model_error(error) from error

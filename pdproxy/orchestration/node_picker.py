@@ -1,35 +1,39 @@
-"""Which nodes one prompt goes to: its way through the queue, and its plans."""
+"""Which nodes one prompt goes to: its way through the queue, its plans, and what is learned from what came of them."""
 
 from collections.abc import Callable
 
 from pdproxy.failures import Moment
 from pdproxy.legs.calls import PrefillAnswer
-from pdproxy.nodes.node import Footprint, Node, Role
-from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad
+from pdproxy.nodes.load import Work
+from pdproxy.nodes.node import NO_FOOTPRINT, RANK_HEADER, Footprint, Node, Role
+from pdproxy.nodes.pool_entry import LegLoad, Slot
 from pdproxy.observe.labels import Affinity, Leg, Move, Phase
 from pdproxy.orchestration.admission import Admission
-from pdproxy.orchestration.cache_route import CacheRoute
 from pdproxy.orchestration.client_errors import unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.failed_legs import FailedLegs
 from pdproxy.orchestration.hand_over import HandOver
+from pdproxy.orchestration.in_flight import predicted
+from pdproxy.orchestration.prefix_source import RealHit
 from pdproxy.orchestration.request_queue import Asked
 from pdproxy.orchestration.request_record import PromptRecord
-from pdproxy.planning.cache_aware import CacheAware
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
+from pdproxy.planning.prefix import Place, PromptHits
 from pdproxy.planning.shares import Standing
-from pdproxy.request import Headers, SubRequest
+from pdproxy.request import Endpoint, Headers, SubRequest
 from pdproxy.settings.types import OnNoDecode
 from pdproxy.usage import Usage
 
+USUAL_BLOCK = 16
+"""Tokens in a block of a node that does not tell: vLLM's default."""
 _NO_NAMES = frozenset[str]()
 NO_NODE_ERRORS = (NoNode, UnknownModel)
 """There is no other node: none can take it now, or the last that served the model was removed meanwhile."""
 
 
 class NodePicker:
-    """Plans one prompt, with a fresh snapshot of the pool each time; does no I/O.
+    """Plans one prompt, each time with the nodes as they stand then; does no I/O.
 
     Args:
         failed: the prompt's legs that failed: their nodes are not planned again.
@@ -48,31 +52,33 @@ class NodePicker:
         self._sub_request = sub_request
         self._record = record
         self._failed = failed
-        request = sub_request.request
-        self.local = sub_request.shape.local
+        shape, model = sub_request.shape, sub_request.request.model
+        self._why_local = self.local = context.config.why_local(shape)
         self._resuming = False
         self._cohort: str | None = None
         """Of the node where a stream that has moved began."""
         self.no_route = _NO_NAMES
-        short = context.config.local_below_tokens > 0
-        self._tokens = sub_request.shape.most_prompt_tokens if short else None
-        self.prompt_tokens = tokens = sub_request.shape.prompt_tokens
-        choices, longest = sub_request.shape.choices, sub_request.shape.longest
-        answer = context.in_flight.output_lengths.expected(request.model, longest)
-        self._footprint = Footprint(choices * (tokens + answer), choices)
-        self.admission = Admission(context.queue, context.clock, Asked.of(sub_request, tokens, choices * answer))
-        by_cache = isinstance(context.config.routing_policy, CacheAware)
-        self._cache_route = CacheRoute(context, sub_request, record, tokens) if by_cache else None
+        self.prompt_tokens = tokens = shape.prompt_tokens
+        answer = context.in_flight.output_lengths.expected(model, shape.longest)
+        self._footprint = Footprint(shape.choices * (tokens + answer), shape.choices)
+        self.admission = Admission(context.queue, Asked.of(sub_request, tokens, shape.choices * answer))
+        self._prefix: PromptHits | None = None
+        """What places have cached of the prompt; None where nothing is known."""
+        self._looked_up = self._counted = False
+        self._chosen: Plan | None = None
+        """The last plan."""
 
     async def look_up(self) -> None:
-        """Ask what nodes have cached, where the policy goes by that; before the first plan."""
-        if self._cache_route is not None:
-            await self._cache_route.look_up()
+        """Ask what places have cached, where the policy goes by that; before the first plan. Later calls do nothing."""
+        source = self._context.prefix_source
+        if source is not None and not self._looked_up:
+            self._looked_up = True
+            self._prefix = await source.look_up(self._sub_request)
 
-    async def next_plan(self, acquire: Callable[[Node], object]) -> Plan:
+    async def next_plan(self, acquire: Callable[[Plan], object]) -> Plan:
         """As `plan`, but the first one waits in the queue until there is room: those that follow go before all there.
 
-        ``acquire`` takes the decode node's slot, from the plan on, so that the plans that follow see the load.
+        ``acquire`` takes the slots of its nodes, from the plan on, so that the plans that follow see the load.
         """
 
         def begin(standing: Standing) -> Plan | None:
@@ -80,19 +86,15 @@ class NodePicker:
             if chosen is not None:
                 if self._record.phase is not Phase.PLAN:  # it had to wait
                     self._record.enter(Phase.PLAN)
-                self._begin_plan(chosen, acquire)
+                acquire(chosen)
             return chosen
 
         if not self.admission.runs:
             return await self.admission.begin(begin, self._wait)
         self._record.enter(Phase.PLAN)
         chosen = self.plan()
-        self._begin_plan(chosen, acquire)
+        acquire(chosen)
         return chosen
-
-    def _begin_plan(self, chosen: Plan, acquire: Callable[[Node], object]) -> None:
-        acquire(chosen.decode)
-        self.admission.planned((chosen.prefill or chosen.decode).name)
 
     def _wait(self) -> str:
         """It has to wait; in the queue of this model: adapters and other names of one have the same."""
@@ -121,15 +123,21 @@ class NodePicker:
 
     def _may_compute(self, chosen: Plan, standing: Standing) -> bool:
         """Whether the node that would compute the prompt may be given it, of a key whose share is used up."""
-        queue, name = self._context.queue, (chosen.prefill or chosen.decode).name
-        if not queue.about_done(name, self.prompt_tokens):
+        queue, pool, node = self._context.queue, self._context.pool, chosen.computing
+        place = pool.view(node.name).place(chosen.rank(node))
+        work = Work.LOCAL if chosen.prefill is None else Work.PREFILL
+        left = pool.load.seconds_left(work, place, self._context.clock.now())
+        if not queue.about_done(left, pool.load.pace_at(work, place).seconds(self._uncached(chosen))):
             return False
         if standing is not Standing.OVER:
             return True
-        snapshot = self._context.pool.snapshot()
-        places = snapshot.roster.served(self._sub_request.request.model).places
-        names = [snapshot.nodes[place].node.name for place in (places.prefills if chosen.prefill else places.decodes)]
-        return queue.leaves_nodes(name, names, self._sub_request.request.api_key)
+        request = self._sub_request.request
+        views = pool.snapshot().served(request.model).all.of(node.role)
+        return queue.leaves_nodes(node.name, views, request.api_key)
+
+    def _uncached(self, chosen: Plan) -> int:
+        """How many of the prompt's tokens the place that computes it has to, as far as the policy knows."""
+        return self.prompt_tokens if chosen.reason is None else chosen.computed
 
     def _checked_plan(self) -> Plan:
         try:
@@ -153,21 +161,33 @@ class NodePicker:
         return None if other.prefill is None and chosen.prefill is not None else other
 
     def _recorded(self, chosen: Plan) -> Plan:
-        self._record_affinity(Role.PREFILL, chosen.prefill_affinity)
-        self._record_affinity(Role.DECODE, chosen.decode_affinity)
-        if self._cache_route is not None:
-            self._cache_route.planned(chosen)
+        context, self._chosen = self._context, chosen
+        if chosen.reason is not None:
+            self._record.decision = chosen
+            context.metrics.planned(chosen.reason)
+            context.in_flight.plans[chosen.reason] += 1
+        if chosen.decode_affinity is not None:
+            self._record_affinity(Role.PREFILL, chosen.prefill_affinity)
+            self._record_affinity(Role.DECODE, chosen.decode_affinity)
+        if context.prefix_source is not None:
+            context.prefix_source.routed(self._sub_request, chosen)
         return chosen
 
     def load(self, node: Node, leg: Leg) -> LegLoad:
         """What a prefill or decode leg adds to its node: of a decode leg the caches take in the answers too, if these
         are as long as others were."""
-        load = NO_LOAD if self._cache_route is None else self._cache_route.load(node)
-        return load._replace(footprint=self._footprint) if leg is Leg.DECODE else load
+        chosen, request = self._chosen, self._sub_request.request
+        footprint = self._footprint if leg is Leg.DECODE else NO_FOOTPRINT
+        if chosen is None:
+            return LegLoad(footprint=footprint)
+        queued = self._uncached(chosen) if node is chosen.computing else None
+        return LegLoad(chosen.rank(node), queued, footprint, request.api_key, request.arrived)
 
-    def begin_leg(self, node: Node) -> Headers:
-        """The headers of a leg that begins now."""
-        return self._sub_request.headers if self._cache_route is None else self._cache_route.begin_leg(node)
+    def headers(self, node: Node) -> Headers:
+        """The headers of a leg to a node: they name the planned rank."""
+        headers = self._sub_request.headers
+        rank = None if self._chosen is None else self._chosen.rank(node)
+        return headers if rank is None else (*headers, (RANK_HEADER, str(rank)))
 
     def possible(self) -> bool:
         """Whether a plan could be made now."""
@@ -181,14 +201,14 @@ class NodePicker:
         """A decode node that has not failed the request, and that can use a ticket of ``prefill`` if given."""
         context = self._context
         try:
-            needs, policy = self._input(prefill), context.config.plan_policy()
+            needs, policy = self._input(prefill), context.plan_policy
             return choose(context.pool.snapshot(), Role.DECODE, needs, policy, next(context.tie_breaker))
         except NO_NODE_ERRORS:
             return None
 
     def reset(self) -> None:
         """Before a request starts, or goes on elsewhere: nothing has failed, and all retries are left."""
-        self.local = self._sub_request.shape.local
+        self.local = self._why_local
         self._failed.restart(Moment.RESUMING if self._resuming else Moment.OPENING)
 
     def leave(self, node: Node, move: Move) -> None:
@@ -209,66 +229,94 @@ class NodePicker:
 
     def resumes_elsewhere(self, name: str) -> bool:
         """Whether another node than this one takes requests, could serve a decode leg, and `resumes`."""
-        snapshot = self._context.pool.snapshot()
-        places = snapshot.roster.served(self._sub_request.request.model).places
-        last_resort = places.prefills if self._context.config.on_no_decode is OnNoDecode.PREFILL else ()
-        nodes = (snapshot.nodes[place].node for place in (*places.decodes, *last_resort))
-        return any(node.name != name and self.resumes(node) for node in nodes)
+        served = self._context.pool.snapshot().served(self._sub_request.request.model).all
+        last_resort = served.prefills if self._context.config.on_no_decode is OnNoDecode.PREFILL else ()
+        return any(view.name != name and self.resumes(view.node) for view in (*served.decodes, *last_resort))
 
-    def prefilled(self, node: Node, answer: PrefillAnswer) -> None:
-        """A prefill leg went well."""
-        self.admission.computed()
-        if self._cache_route is not None:
-            self._cache_route.prefilled(node, answer)
+    # -- what came of it
 
-    def first_event(self, node: Node, hand_over: HandOver | None) -> None:
-        """A decode leg goes well, with this ticket or without one."""
-        self.admission.computed()
-        if self._cache_route is not None:
-            self._cache_route.first_event(node, hand_over)
+    def prefilled(self, slot: Slot, answer: PrefillAnswer) -> None:
+        """A prefill leg went well: how fast its place computes is learned, by the tokens that the node had not cached.
 
-    def answered(self, node: Node | None, usage: Usage, hand_over: HandOver | None) -> None:
-        """A decode node reported its usage; ``hand_over``: the ticket that it used."""
-        if self._cache_route is not None and node is not None:
-            self._cache_route.answered(node, usage, hand_over)
+        Where the plan knew nothing of the prompt but its bytes, these count here as they did in the place's queue.
+        """
+        chosen = self._chosen
+        if chosen is not None:
+            tokens = self._uncached(chosen)
+            if self._prefix is not None and answer.cached_tokens is not None:
+                prompt = chosen.tokens if answer.prompt_tokens is None else answer.prompt_tokens
+                tokens = max(0, prompt - answer.cached_tokens)
+            slot.computed(tokens)
+        self._context.queue.room_changed()
+
+    def first_event(self, node: Node, slot: Slot, hand_over: HandOver | None) -> None:
+        """A decode leg goes well: how fast its place computes, or takes over, is learned. The time of a whole answer
+        tells nothing of that."""
+        chosen, stream = self._chosen, self._sub_request.shape.stream
+        if chosen is None:
+            return
+        if hand_over is None:
+            slot.computed(self._uncached(chosen) if stream and node is chosen.decode else None)
+            self._context.queue.room_changed()
+        elif stream and node is chosen.decode and chosen.reason is not None:
+            hit = chosen.decode_hit
+            slot.took_over(max(0, chosen.tokens - hit.attention), hand_over.issued_at, instead=hit.resume > 0)
+
+    def answered(self, node: Node, usage: Usage, hand_over: HandOver | None) -> None:
+        """The nodes said what they had cached: once, for the prompt as the client sent it.
+
+        ``hand_over``: the ticket that was used; None where ``node``, the decode node, computed.
+        """
+        chosen, cached, source = self._chosen, usage.cached, self._context.prefix_source
+        if hand_over is not None:
+            node, cached = hand_over.node, hand_over.answer.cached_tokens
+        if self._counted or cached is None or chosen is None or chosen.reason is None:
+            return
+        rank, planned = chosen.rank(node), chosen.tokens - chosen.computed
+        if rank is None and node.ranks > 1:
+            return  # vLLM chose among several
+        self._counted = True
+        if node in (chosen.prefill, chosen.decode):
+            outcome = predicted(planned, cached, node.block_size or USUAL_BLOCK)
+            self._context.metrics.hit(node.role, planned, cached, outcome)
+            self._context.in_flight.planned_hits[node.role].add(usage.prompt or 0, planned, cached, outcome)
+        if source is not None:
+            source.answered(self._sub_request, RealHit(Place(node.name, rank or 0), usage.prompt, cached))
 
     def _record_affinity(self, role: Role, affinity: Affinity | None) -> None:
         if affinity is not None:
             self._record.affinities = {**self._record.affinities, role: affinity}
             self._context.metrics.session_routed(role, affinity)
 
-    def _plan(self, full: frozenset[str] = frozenset()) -> Plan:
+    def _plan(self, full: frozenset[str] = _NO_NAMES) -> Plan:
         """``full``: names of nodes that are left out this time."""
         context = self._context
-        needs, policy = self._input(full=full), context.config.plan_policy()
+        needs, policy = self._input(full=full), context.plan_policy
         return plan(context.pool.snapshot(), needs, policy, next(context.tie_breaker))
 
-    def _input(self, partner: Node | None = None, full: frozenset[str] = frozenset()) -> PlanInput:
-        needs = PlanInput(
-            self._sub_request.request.model,
-            self.local,
-            self._failed.excluded | full | self._unable() | self._foreign(),
-            partner=partner,
-            prompt_tokens=self._tokens,
-            session=self._sub_request.request.session,
-        )
-        return needs if self._cache_route is None else self._cache_route.informed(needs)
+    def _input(self, partner: Node | None = None, full: frozenset[str] = _NO_NAMES) -> PlanInput:
+        asked, excluded = self._sub_request, self._failed.excluded | full
+        if self._resuming:
+            excluded |= self._unable()
+        if self._cohort is not None:
+            excluded |= self._foreign(self._cohort)
+        # vLLM heeds no rank of a leg for responses.
+        return PlanInput(
+            asked.request.model, self.local, excluded, partner, asked.request.session, self._prefix,
+            self.prompt_tokens, asked.endpoint is not Endpoint.RESPONSES,
+        )  # fmt: skip
 
-    def _foreign(self) -> frozenset[str]:
-        """For a stream that moves: decode nodes of other cohorts, maybe of other weights, while there is one of the
-        cohort that it began in."""
-        if self._cohort is None:
-            return frozenset()
+    def _foreign(self, cohort: str) -> frozenset[str]:
+        """For a stream that moves: decode nodes of other cohorts than the one that it began in, maybe of other weights,
+        while there is one of that."""
         views = [view for view in self._context.pool.snapshot().nodes if view.node.role is Role.DECODE]
-        other = frozenset(view.name for view in views if not view.node.pairs_with(self._cohort))
-        barred = other | self._failed.excluded | self._unable()
+        other = frozenset(view.name for view in views if not view.node.pairs_with(cohort))
+        barred = other | self._failed.excluded | (self._unable() if self._resuming else _NO_NAMES)
         model = self._sub_request.request.model
         own = (view.takes_requests() and view.node.serves(model) for view in views if view.name not in barred)
-        return other if any(own) else frozenset()
+        return other if any(own) else _NO_NAMES
 
     def _unable(self) -> frozenset[str]:
         """Decode nodes that cannot resume, for a leg that does."""
-        if not self._resuming:
-            return frozenset()
         nodes = (view.node for view in self._context.pool.snapshot().nodes)
         return frozenset(node.name for node in nodes if node.role is Role.DECODE and not self.resumes(node))

@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 from pdproxy.clock import Clock
 from pdproxy.errors import ClientError, PdproxyError
+from pdproxy.nodes.node import NodeView
 from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import deadline_error, rejected_error
 from pdproxy.planning.queue import DepartureRate, FairQueue, Waiting
-from pdproxy.planning.shares import KeyShares, LimitsByKey, PrefillBacklog, Standing
+from pdproxy.planning.shares import KeyShares, LimitsByKey, Standing
 from pdproxy.request import SubRequest
 
 UNKNOWN_WAIT, LONGEST_WAIT = 5, 60
@@ -111,11 +112,7 @@ class QueueStatus:
 
 
 class RequestQueue:
-    """Prompts that wait, in their order, and the number of those that run.
-
-    Attributes:
-        backlog: what nodes have to compute of the prompts that run.
-    """
+    """Prompts that wait, in their order, and the number of those that run."""
 
     def __init__(
         self, limits: QueueLimits, clock: Clock, metrics: Metrics, key_limits: LimitsByKey | None = None
@@ -137,7 +134,6 @@ class RequestQueue:
         """When a node is about done, of those that were found too busy."""
         self._key_limits = key_limits or LimitsByKey()
         self._shares = KeyShares(self._key_limits)
-        self.backlog = PrefillBacklog()
         metrics.watch_requests(lambda: self._running, lambda: self._length)
         metrics.keys.watch(self._shares.running, lambda key: self._waiting[key])
 
@@ -158,20 +154,18 @@ class RequestQueue:
         """What keys that run more than their shares may take of some room."""
         return room * (1 - self._limits.reserve)
 
-    def about_done(self, node: str, tokens: int) -> bool:
-        """Whether a node may be given a prompt of so many tokens, of a key whose share is used up.
+    def about_done(self, left: float, takes: float) -> bool:
+        """Whether a place may be given a prompt of a key whose share is used up.
 
-        It must be about done with those that it has: a prompt is not taken back once it is there, and all that come
-        behind it wait.
+        The place must be about done with the prompts that it has: one is not taken back once it is there, and all that
+        come behind it wait. ``left``: seconds that the place still needs for those; ``takes``: for this one.
         """
-        ahead = min(max(LEAST_AHEAD, AHEAD_SHARE * self.backlog.takes(node, tokens)), MOST_AHEAD)
-        now = self._clock.now()
-        early = self.backlog.seconds(node, now) - ahead
+        early = left - min(max(LEAST_AHEAD, AHEAD_SHARE * takes), MOST_AHEAD)
         if early > CLOSE:
-            self._soonest = min(self._soonest, now + early)
+            self._soonest = min(self._soonest, self._clock.now() + early)
         return early <= CLOSE
 
-    def leaves_nodes(self, node: str, nodes: Sequence[str], key: str) -> bool:
+    def leaves_nodes(self, node: str, nodes: Sequence[NodeView], key: str) -> bool:
         """Whether one of some nodes may be given a prompt of a key that runs more than its share: enough are left then.
 
         A key whose prompts are longer than those of the others leaves them at least one node, where there are several.
@@ -179,8 +173,11 @@ class RequestQueue:
         now, most = self._clock.now(), math.ceil(self.without_reserve(len(nodes)))
         if most == len(nodes) > 1 and self._shares.asks_longer(key):
             most -= 1
-        over = Standing.OVER
-        taken = {each for each in nodes if any(self._standing(key, now) is over for key in self.backlog.keys(each))}
+        taken = {
+            view.name
+            for view in nodes
+            if any(self._standing(key, now) is Standing.OVER for place in view.places for key in place.keys)
+        }
         return len(taken | {node}) <= most
 
     def check_room(self, key: str) -> None:

@@ -17,7 +17,7 @@ from pdproxy.finish_reasons import whole_reasons
 from pdproxy.nodes.node import Role
 from pdproxy.observe import gen_ai
 from pdproxy.observe.labels import Affinity, Leg, Move, Outcome, Phase
-from pdproxy.planning.plan_types import Decision
+from pdproxy.planning.plan_types import Plan
 from pdproxy.request import ClientRequest, Endpoint, Json, LocalReason
 from pdproxy.usage import Usage
 
@@ -156,7 +156,7 @@ class PromptRecord(msgspec.Struct, eq=False):
     took: dict[Phase, float] = {}
     nodes: dict[Phase, str] = {}
     affinities: Mapping[Role, Affinity] = _NO_AFFINITIES
-    decision: Decision | None = None
+    decision: Plan | None = None
     route: Route | None = None
     cohort: str = ""
     local_reason: LocalReason | None = None

@@ -66,9 +66,8 @@ class TextPrefixSource:
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         """The places of the plan will have the prompt; the one that computes it, its states."""
-        asked, now, decision = self._ask(sub_request), self._clock.now(), plan.decision
-        if decision is not None:
-            asked.expected = (decision.prefill or decision.decode).resume
+        asked, now = self._ask(sub_request), self._clock.now()
+        asked.expected = (plan.prefill_hit or plan.decode_hit).resume
         if plan.prefill is not None:
             self._sent(asked.chain, plan.prefill, plan.prefill_rank, Keeps.ALL, now)
         taken_over = Keeps.END if plan.decode.prefix_match_unit else Keeps.NONE

@@ -34,8 +34,7 @@ from pdproxy.orchestration.in_flight import LegFailure
 from pdproxy.orchestration.leg_wait import LegWait
 from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.orchestration.request_record import PromptRecord, Route
-from pdproxy.planning.demand import Decoded, Prefilled
-from pdproxy.planning.prefix import Place
+from pdproxy.planning.plan_types import Plan
 from pdproxy.request import Endpoint, LegForm, LocalReason, SubRequest
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
@@ -75,6 +74,8 @@ class UpstreamRequest:
         # What it holds, beside its place in the queue.
         self._slot: Slot | None = None
         """On the decode node."""
+        self._prefill_slot: Slot | None = None
+        """On the prefill node of the plan, until its leg has ended."""
         self._response: HttpResponse | None = None
         """Of the decode leg."""
         self._span: LegSpan | None = None
@@ -105,7 +106,7 @@ class UpstreamRequest:
     async def _plan_and_prefill(self) -> Node:
         """Plan, and prefill until there is a ticket, or the decode node is to compute; that decode node."""
         self.hand_over = None
-        while (chosen := await self.nodes.next_plan(self._acquire_decode)).prefill is not None:
+        while (chosen := await self.nodes.next_plan(self._acquire)).prefill is not None:
             self._state = TRANSITIONS[self._state, Transition.PREFILL]
             try:
                 self.hand_over = await self._prefill(chosen.prefill)
@@ -123,21 +124,19 @@ class UpstreamRequest:
     async def _prefill(self, node: Node) -> HandOver:
         """The prefill leg. What the node may hold of one that fails is released."""
         context, asked = self._context, self.sub_request
-        hand_over_id, tokens = context.new_hand_over_id(), self.nodes.prompt_tokens
-        endpoint = asked.request.endpoint
+        hand_over_id, endpoint = context.new_hand_over_id(), asked.request.endpoint
         body = prefill_body(endpoint, asked.held.content, hand_over_id, asked.shape.choices)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
         self.record.enter(Phase.PREFILL, node.name)
-        load, headers, began = self.nodes.load(node, Leg.PREFILL), self.nodes.begin_leg(node), context.clock.now()
-        slot = context.pool.acquire(node.name, load)
+        headers, slot = self.nodes.headers(node), _held(self._prefill_slot)
         self._unread, self._sent_twice = (node, hand_over_id), False
-        context.metrics.prefill_began(node.model, tokens)
         span = self._begin_span(Leg.PREFILL, node)
         try:
             with LegWait(slot, self.nodes.possible):
                 answer = await prefill(
                     context.transport, node, endpoint, body, headers, timeouts, self._note_sent_twice, span
                 )
+            self.nodes.prefilled(slot, answer)
         except NodeFault as fault:
             if span is not None:
                 span.failed(fault.fault)
@@ -149,16 +148,12 @@ class UpstreamRequest:
             if span is not None:
                 span.used(Usage(answer.prompt_tokens, None, answer.cached_tokens))
         finally:
-            context.metrics.prefill_ended(node.model, tokens)
             slot.release()
             if span is not None:
                 span.end()
         self._failed.served(Leg.PREFILL, node.name)
         self._failed.went_on(Leg.PREFILL)
-        self.nodes.prefilled(node, answer)
-        ended, ranks = context.clock.now(), 1 if load.rank is None else node.ranks
-        context.work.append(Prefilled(Place(node.name, load.rank or 0), ranks, asked.request.arrived, began, ended))
-        return HandOver(hand_over_id, node, answer, ended)
+        return HandOver(hand_over_id, node, answer, context.clock.now())
 
     def _after_failed_prefill(self, node: Node, fault: NodeFault) -> None:
         """The next plan has another prefill node, or none; or the client's error is raised."""
@@ -178,9 +173,9 @@ class UpstreamRequest:
         body = decode_body(asked.held.content, ticket, form)
         timeouts = context.config.decode_timeouts(self.remaining_seconds())
         self.record.enter(Phase.HANDOVER, node.name)
-        slot, stream = self._held_slot(), asked.shape.stream
+        slot, stream = _held(self._slot), asked.shape.stream
         with LegWait(slot, self.nodes.possible):
-            headers = self.nodes.begin_leg(node)
+            headers = self.nodes.headers(node)
             self._span = span = self._begin_span(Leg.DECODE, node)
             self._response = response = await decode(
                 context.transport, node, asked.request.endpoint, body, headers, timeouts, form, span, stream=stream
@@ -190,14 +185,13 @@ class UpstreamRequest:
         self._state = TRANSITIONS[self._state, Transition.FIRST_EVENT]
         if asked.first_event_proves_read:
             self.end_hand_over()
-        slot.prompt_computed()
         if stream:
             self._failed.began(Leg.DECODE, node.name)
         else:
             self._failed.served(Leg.DECODE, node.name)
         if self._move is None:  # one that has moved may begin only to break off where it did before
             self._failed.went_on(Leg.DECODE)
-        self.nodes.first_event(node, self.hand_over)
+        self.nodes.first_event(node, slot, self.hand_over)
         if span is not None and self.hand_over is not None:
             span.note({"prefill_node": self.hand_over.node.name})
         self.record.answered(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)
@@ -292,7 +286,7 @@ class UpstreamRequest:
 
     def on_node_down(self, alarm: Callable[[], None]) -> None:
         """Call ``alarm`` each time that active health finds the decode node gone."""
-        self._held_slot().on_node_down(alarm)
+        _held(self._slot).on_node_down(alarm)
 
     def progress(self) -> None:
         """Report to active health that the decode node is at work."""
@@ -340,23 +334,26 @@ class UpstreamRequest:
         self.sub_request.held.drop()
         self._failed.close()
         self.nodes.admission.end()
+        if self._prefill_slot is not None:
+            self._prefill_slot.release()
         self._release_hand_over()
         await self._close_decode_leg()
 
+    def _acquire(self, chosen: Plan) -> None:
+        """Take slots on the nodes of a plan at once, so that the plans that follow see the load."""
+        self._acquire_decode(chosen.decode)
+        if chosen.prefill is not None:
+            load = self.nodes.load(chosen.prefill, Leg.PREFILL)
+            self._prefill_slot = self._context.pool.acquire(chosen.prefill.name, load)
+
     def _acquire_decode(self, node: Node) -> Node:
-        """Take a slot on a decode node, from the plan on, so that the plans that follow see the load. The one held
-        before is given back."""
+        """Take a slot on a decode node. The one held before is given back."""
         if self._slot is not None:
             self._slot.release()
         self._slot = None
         self._slot = self._context.pool.acquire(node.name, self.nodes.load(node, Leg.DECODE))
         self._decode_node = node
         return node
-
-    def _held_slot(self) -> Slot:
-        if self._slot is None:
-            raise IllegalTransition("a decode leg needs a slot on its node")
-        return self._slot
 
     async def _close_decode_leg(self) -> None:
         """End the decode leg: its slot first, for closing may be interrupted."""
@@ -412,7 +409,7 @@ class UpstreamRequest:
         route, cached = self._computed(usage)
         self.record.used(msgspec.structs.replace(usage, cached=cached), route)
         self.recomputed = route is Route.RECOMPUTED
-        self.nodes.answered(self._decode_node, usage, None if self.recomputed else self.hand_over)
+        self.nodes.answered(self.node, usage, None if self.recomputed else self.hand_over)
         if self.recomputed:
             self._release_recomputed()
         self._record_pace(usage)
@@ -452,10 +449,15 @@ class UpstreamRequest:
 
     def _record_pace(self, usage: Usage) -> None:
         """How quickly the tokens of a stream came that ran on one node from its first token to its last."""
-        shape, streams = self.sub_request.shape, self._context.pool.active(self.node_name)
-        if shape.stream and usage.completion and not self.record.moves and streams:
-            tokens = usage.completion // shape.choices
-            self._context.work.append(Decoded(streams, tokens, self.record.in_phase()))
+        shape, slot = self.sub_request.shape, self._slot
+        if shape.stream and usage.completion and not self.record.moves and slot is not None:
+            slot.streamed(usage.completion // shape.choices, self.record.in_phase())
+
+
+def _held(slot: Slot | None) -> Slot:
+    if slot is None:
+        raise IllegalTransition("a leg needs a slot on its node")
+    return slot
 
 
 def _depends_on_pair(asked: SubRequest, node: Node) -> bool:

@@ -1,24 +1,26 @@
 """The policy `cache`: the places that cost a prompt least, by what they have cached of it. Pure.
 
-Prefill and decode places are priced apart (`cost`) and the best of each cohort go together, for what a hand-over costs
-depends on the decode place alone. Only places that have something cached are priced one by one; all others differ by
-their load alone. Places that cost nearly the same are chosen by the request's session, or by what they did lately.
+The costs of prefill and of decode places are found apart (`cost`), and the best of each cohort go together, for what a
+hand-over costs depends on the decode place alone. Only places that have something cached are looked at one by one; all
+others differ by their load alone. Of places that cost nearly the same, the request's session decides, or what they did
+lately.
 """
 
 import dataclasses
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from pdproxy.nodes.load import PlaceLoad
 from pdproxy.nodes.node import Bars, NodeView, Role
 from pdproxy.observe.labels import RouteReason
-from pdproxy.planning.cost import NO_HIT, HandOverPrice, LocalPrice, PrefillPrice, Price, Quote, may_keep_states
+from pdproxy.planning.cost import Cost, Estimate, HandOverCost, LocalCost, PrefillCost, may_keep_states
 from pdproxy.planning.plan import Candidates
-from pdproxy.planning.plan_types import Choice, Decision
-from pdproxy.planning.prefix import Hit, HitSource, Place
-from pdproxy.planning.rates import Rates
+from pdproxy.planning.plan_types import Plan
+from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place
 from pdproxy.planning.session import own_index
+from pdproxy.request import LocalReason
 
 ITL_BUDGET = 0.1
 """Seconds; the default of ``policy.itl_budget``."""
@@ -31,7 +33,7 @@ SESSION_SHARE = 0.5
 FIRST_TURN = 0.6
 """Of `CacheAware.itl_budget`, for the first turn that a decode place computes where a prefill place could resume as
 far: the next turn is about as long, and where that one is over the budget, a prefill place computes both."""
-_SCORE = operator.attrgetter("score")
+_SCORE, _RECENT = operator.attrgetter("score"), operator.attrgetter("recent")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,27 +47,29 @@ class CacheAware:
 
     itl_budget: float = ITL_BUDGET
 
-    def node(self, candidates: Candidates, role: Role, turn: int) -> Choice | None:
+    def node(self, candidates: Candidates, role: Role, turn: int, local: LocalReason | None = None) -> Plan | None:
         """Without a partner a decode node computes the prompt itself."""
-        market = Market(self, candidates)
-        prefill = role is Role.PREFILL
-        price = market.prefill if prefill else market.local if candidates.needs.partner is None else market.hand_over
-        best = market.best(price, candidates.open(role), market.hits(role), turn)
-        return best and market.choice(best, market.decision(market.reason(best, role), best))
+        compared = Comparison(self, candidates)
+        cost: Cost = compared.prefill
+        if role is Role.DECODE:
+            cost = compared.local() if candidates.needs.partner is None else compared.hand_over
+        best = compared.best(cost, candidates.open(role), compared.hits(role), turn)
+        return best and compared.alone(best, compared.reason(best, role), local)
 
-    def pair(self, candidates: Candidates, turn: int) -> tuple[Choice | None, Choice] | None:
+    def pair(self, candidates: Candidates, turn: int) -> Plan | None:
         if not candidates.may_pair:
             return None
-        market = Market(self, candidates)
-        pairs = [pair for pair in market.pairs(turn) if pair is not None]
-        if not pairs:
+        compared = Comparison(self, candidates)
+        found = compared.best_pair(turn)
+        if found is None:
             return None
-        prefill, decode = pairs[0] if len(pairs) == 1 else min(pairs, key=_together)
-        alone = market.alone()
-        if alone is not None and alone.seconds + market.again(alone, prefill) < prefill.seconds + decode.seconds:
-            return None, market.choice(alone, market.decision(RouteReason.RESUMES, alone))
-        decision = market.decision(market.reason(prefill, Role.PREFILL), prefill, decode)
-        return market.choice(prefill, None), market.choice(decode, decision)
+        prefill, decode = found
+        resuming = compared.resuming() if compared.hits(Role.DECODE) else None
+        if resuming is not None and (
+            resuming.seconds + compared.again(resuming, prefill) < prefill.seconds + decode.seconds
+        ):
+            return compared.alone(resuming, RouteReason.RESUMES, LocalReason.CACHED)
+        return compared.plan(prefill, decode)
 
 
 def _near(score: float) -> float:
@@ -73,77 +77,84 @@ def _near(score: float) -> float:
     return score + max(NEAR_SECONDS, NEAR_SHARE * score)
 
 
-def _together(pair: tuple[Quote, Quote]) -> float:
-    return pair[0].score + pair[1].score
-
-
-class Market:
-    """What the places of one request ask for it.
+class Comparison:
+    """The places to which one request may go, and what each would cost it.
 
     Attributes:
         candidates: the nodes that may get it.
         tokens: in its prompt.
-        prefill: the price of prefill places.
-        hand_over: of decode places that get a ticket.
+        prefill: the cost of prefill places.
+        hand_over: the cost of decode places that get a ticket.
     """
 
+    __slots__ = ("_hits", "_policy", "candidates", "hand_over", "prefill", "tokens")
+
     def __init__(self, policy: CacheAware, candidates: Candidates) -> None:
-        needs = candidates.needs
-        prefix, rates = needs.prefix, needs.rates or Rates()
+        needs, book = candidates.needs, candidates.book
+        prefix = needs.prefix
         self._policy = policy
         self.candidates = candidates
-        self._rates = rates
         self._hits = _by_role(candidates, prefix.hits) if prefix is not None and prefix.hits else _NOTHING_CACHED
         self.tokens = needs.tokens if prefix is None else prefix.tokens
-        stateful = [hit.attention for view, _, hit in self._hits[Role.PREFILL] if may_keep_states(view.node)]
-        deepest = max(stateful, default=0)
-        work = rates.prefill_work if self._hits[Role.PREFILL] else None
-        self.prefill = PrefillPrice(self.tokens, rates, deepest, work)
-        self.hand_over = HandOverPrice(self.tokens, rates)
+        deepest, cached = 0, self._hits[Role.PREFILL]
+        for view, _, hit in cached:
+            if hit.attention > deepest and may_keep_states(view.node):
+                deepest = hit.attention
+        self.prefill = PrefillCost(self.tokens, book, deepest, cached=bool(cached))
+        self.hand_over = HandOverCost(self.tokens, book)
 
-    @property
-    def local(self) -> LocalPrice:
-        """The price of decode places that compute; made anew each time, for few plans ask for it."""
-        return LocalPrice(self.tokens, self._rates)
+    def local(self) -> LocalCost:
+        """The cost of decode places that compute the prompt; few plans ask for it."""
+        return LocalCost(self.tokens, self.candidates.book)
 
     def hits(self, role: Role) -> "Sequence[_PlaceHit]":
         """What places of a role have cached."""
         return self._hits[role]
 
-    def pairs(self, turn: int) -> "Iterable[tuple[Quote, Quote] | None]":
-        """The best pair of each cohort."""
-        candidates = self.candidates
-        prefill_hits, decode_hits = self._hits[Role.PREFILL], self._hits[Role.DECODE]
-        only = len(candidates.cohort_names) == 1
-        for cohort, (prefills, decodes) in zip(candidates.cohort_names, candidates.by_cohort(), strict=True):
-            sellers = prefills, prefill_hits if only else _of_cohort(prefill_hits, cohort)
-            takers = decodes, decode_hits if only else _of_cohort(decode_hits, cohort)
+    def best_pair(self, turn: int) -> tuple[Estimate, Estimate] | None:
+        """Of the best pairs of all cohorts the one that costs least; None where there is no pair."""
+        candidates, best = self.candidates, None
+        groups = candidates.cohorts()
+        for group in groups:
+            prefill_hits, decode_hits = self._hits[Role.PREFILL], self._hits[Role.DECODE]
+            if len(groups) > 1:
+                prefill_hits, decode_hits = (
+                    _of_cohort(prefill_hits, group.cohort),
+                    _of_cohort(decode_hits, group.cohort),
+                )
             if candidates.bars:
-                quotes = self.all_quotes(self.prefill, *sellers), self.all_quotes(self.hand_over, *takers)
-                yield best_allowed_pair(*quotes, candidates.bars)
-                continue
-            prefill, decode = self.best(self.prefill, *sellers, turn), self.best(self.hand_over, *takers, turn)
-            yield None if prefill is None or decode is None else (prefill, decode)
+                found = best_allowed_pair(
+                    self.all_estimates(self.prefill, group.prefills, prefill_hits),
+                    self.all_estimates(self.hand_over, group.decodes, decode_hits),
+                    candidates.bars,
+                )
+            else:
+                prefill = self.best(self.prefill, group.prefills, prefill_hits, turn)
+                decode = self.best(self.hand_over, group.decodes, decode_hits, turn)
+                found = None if prefill is None or decode is None else (prefill, decode)
+            if found is not None and (best is None or found[0].score + found[1].score < best[0].score + best[1].score):
+                best = found
+        return best
 
-    def alone(self) -> Quote | None:
+    def resuming(self) -> Estimate | None:
         """The decode place that resumes by itself and computes the rest soonest, within the budget for its streams."""
         if self._policy.itl_budget <= 0:
             return None
-        price = self.local
-        resuming = [price.quote(*each) for each in self.hits(Role.DECODE) if each[2].resume > 0]
-        allowed = (quote for quote in resuming if price.stall(quote.view, quote.rank, quote.hit) <= self._budget(quote))
+        cost = self.local()
+        found = [cost.at(*each) for each in self.hits(Role.DECODE) if each[2].resume > 0]
+        allowed = [each for each in found if cost.stall(each) <= self._budget(each)]
         return min(allowed, key=_SCORE, default=None)
 
-    def _budget(self, alone: Quote) -> float:
+    def _budget(self, alone: Estimate) -> float:
         """Less where all that is cached is on a prefill place too, which then will not have what is computed now."""
         whole = self._policy.itl_budget
         return whole if self._only_there(alone) else FIRST_TURN * whole
 
-    def _only_there(self, alone: Quote) -> int:
+    def _only_there(self, alone: Estimate) -> int:
         """How many tokens a decode place has that no prefill place has."""
         return max(0, alone.hit.resume - self.furthest(Role.PREFILL))
 
-    def again(self, alone: Quote, prefill: Quote) -> float:
+    def again(self, alone: Estimate, prefill: Estimate) -> float:
         """Seconds that prefill places will need later where a decode place computes the prompt alone now.
 
         That is for what this prefill place would compute now, so that a move to a place which is less busy is not
@@ -153,34 +164,36 @@ class Market:
 
     def furthest(self, role: Role) -> int:
         """The most tokens of which a place of that role need not compute any."""
-        return max((hit.resume for _, _, hit in self.hits(role)), default=0)
+        return max([hit.resume for _, _, hit in self._hits[role]], default=0)
 
-    def all_quotes(self, price: Price, views: Sequence[NodeView], hits: "Sequence[_PlaceHit]") -> list[Quote]:
-        """Of the places that have something cached, and of the lightest rank of each other node."""
+    def all_estimates(self, cost: Cost, views: Sequence[NodeView], hits: "Sequence[_PlaceHit]") -> list[Estimate]:
+        """The cost of the places that have something cached, and of the lightest rank of each other node."""
         known = {view.name for view, _, _ in hits}
-        fresh = [price.quote(view, view.rank, NO_HIT) for view in views if view.name not in known]
-        return [price.quote(*each) for each in hits] + fresh
+        fresh = [cost.at(view, view.lightest, NO_HIT) for view in views if view.name not in known]
+        return [cost.at(*each) for each in hits] + fresh
 
-    def best(self, price: Price, views: Sequence[NodeView], hits: "Sequence[_PlaceHit]", turn: int) -> Quote | None:
-        """The cheapest; of nearly equal ones the session's own, or each in its turn."""
+    def best(self, cost: Cost, views: Sequence[NodeView], hits: "Sequence[_PlaceHit]", turn: int) -> Estimate | None:
+        """The place that costs least; of nearly equal ones the session's own, or each in its turn."""
         if not views:
             return None
         needs = self.candidates.needs
         if needs.prefix is None and needs.session is not None:
             hits = self._guessed(views, needs.session)
-        quotes = [price.quote(*each) for each in hits]
-        least = min(map(_SCORE, quotes), default=math.inf)
+        estimates = [cost.at(*each) for each in hits]
+        if len(views) == 1 and len(views[0].places) == 1:  # nothing to compare
+            return estimates[0] if estimates else cost.at(views[0], views[0].lightest, NO_HIT)
+        least = min(map(_SCORE, estimates), default=math.inf)
         fresh: Sequence[NodeView] = ()
-        if not quotes or _near(least) >= price.least_fresh(views, self.candidates.heaviest(views[0].node.role)):
-            scores = price.fresh(views)
+        if not estimates or _near(least) >= cost.least_fresh(views, self.candidates.heaviest(views[0].node.role)):
+            scores = cost.fresh(views)
             least = min(least, *scores)
             most = _near(least)
             fresh = [view for view, score in zip(views, scores, strict=True) if score <= most]
-        near = [quote for quote in quotes if quote.score <= _near(least)]
-        known = {quote.view.name for quote in near}
+        near = [each for each in estimates if each.score <= _near(least)]
+        known = {each.view.name for each in near}
         fresh = [view for view in fresh if view.name not in known] if known else fresh
-        index = self._which([*(quote.view for quote in near), *fresh], turn)
-        return near[index] if index < len(near) else self._fresh_quote(price, fresh[index - len(near)])
+        index = self._which([*(each.view for each in near), *fresh], turn)
+        return near[index] if index < len(near) else self._fresh_estimate(cost, fresh[index - len(near)])
 
     def _which(self, views: Sequence[NodeView], turn: int) -> int:
         """The session's own, where what is cached is an estimate: all turns are at one place then, and proxies find the
@@ -188,22 +201,21 @@ class Market:
         needs = self.candidates.needs
         if needs.session is not None and (needs.prefix is None or needs.prefix.source is HitSource.APPROXIMATION):
             return own_index(views, needs.session)
-        recent, few = self._rates.recent, [(turn + step) % len(views) for step in range(min(FEW, len(views)))]
-        did = [recent.get(views[index].node.name, 0.0) for index in few]
+        few = [(turn + step) % len(views) for step in range(min(FEW, len(views)))]
+        did = [sum(map(_RECENT, views[index].places)) for index in few]
         return few[did.index(min(did))]
 
-    def _fresh_quote(self, price: Price, view: NodeView) -> Quote:
+    def _fresh_estimate(self, cost: Cost, view: NodeView) -> Estimate:
         """With what its lightest rank has cached after all, where that hardly matters."""
-        hit = next(
-            (hit for each, rank, hit in self._hits[view.node.role] if each is view and rank == view.rank), NO_HIT
-        )
-        return price.quote(view, view.rank, hit)
+        hits = self._hits[view.node.role]
+        hit = next((hit for each, place, hit in hits if each is view and place is view.lightest), NO_HIT)
+        return cost.at(view, view.lightest, hit)
 
     def _guessed(self, views: Sequence[NodeView], session: int) -> "list[_PlaceHit]":
         own, tokens = views[own_index(views, session)], int(self.tokens * SESSION_SHARE)
-        return [(own, session % own.node.ranks, Hit(tokens, tokens))]
+        return [(own, own.places[session % len(own.places)], Hit(tokens, tokens))]
 
-    def reason(self, chosen: Quote, role: Role) -> RouteReason:
+    def reason(self, chosen: Estimate, role: Role) -> RouteReason:
         """Why this place computes the prompt."""
         needs = self.candidates.needs
         if needs.prefix is None:
@@ -216,23 +228,28 @@ class Market:
             return RouteReason.CACHED
         return RouteReason.BRANCH if chosen.hit.attention else RouteReason.NOTHING_CACHED
 
-    def decision(self, reason: RouteReason, computing: Quote, decode: Quote | None = None) -> Decision:
-        """What is planned: one place computes the prompt, and ``decode`` takes it over where that is another one."""
-        computed = self.tokens - computing.hit.resume
-        if decode is None:
-            return Decision(reason, self.tokens, None, computing.hit, computed, computing.seconds, 0.0)
-        return Decision(
-            reason, self.tokens, computing.hit, decode.hit, computed, computing.seconds, decode.seconds
+    def plan(self, prefill: Estimate, decode: Estimate) -> Plan:
+        """One place computes the prompt, and another one takes it over."""
+        return Plan(
+            prefill.view.node, decode.view.node, None, None, None, self._rank(prefill), self._rank(decode),
+            self.reason(prefill, Role.PREFILL), self.tokens, prefill.hit, decode.hit,
+            self.tokens - prefill.hit.resume, prefill.seconds, decode.seconds,
         )  # fmt: skip
 
-    def choice(self, quote: Quote, decision: Decision | None) -> Choice:
-        """A place as a policy's choice; its rank is named where there are several."""
-        node = quote.view.node
-        several = node.ranks > 1 and self.candidates.needs.names_rank
-        return Choice(node, None, quote.rank if several else None, decision)
+    def alone(self, chosen: Estimate, reason: RouteReason, local: LocalReason | None) -> Plan:
+        """One place does everything."""
+        return Plan(
+            None, chosen.view.node, local, None, None, None, self._rank(chosen),
+            reason, self.tokens, None, chosen.hit, self.tokens - chosen.hit.resume, chosen.seconds,
+        )  # fmt: skip
+
+    def _rank(self, chosen: Estimate) -> int | None:
+        """It is named where there are several."""
+        several = len(chosen.view.places) > 1 and self.candidates.needs.names_rank
+        return chosen.place.rank if several else None
 
 
-_PlaceHit = tuple[NodeView, int, Hit]
+_PlaceHit = tuple[NodeView, PlaceLoad, Hit]
 
 
 _NOTHING_CACHED: Mapping[Role, Sequence[_PlaceHit]] = MappingProxyType(dict.fromkeys(Role, ()))
@@ -250,8 +267,8 @@ def _by_role(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Role,
     named = candidates.named
     for (name, rank), hit in hits.items():
         view = named(name)
-        if view is not None and rank < view.node.ranks:
-            found[view.node.role].append((view, rank, hit))
+        if view is not None and rank < len(view.places):
+            found[view.node.role].append((view, view.places[rank], hit))
     return found
 
 
@@ -265,10 +282,12 @@ def _mean_over_ranks(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mappi
     return {Place(name): Hit(*(tokens // ranks[name] for tokens in sums[name])) for name in ranks}
 
 
-def best_allowed_pair(prefills: list[Quote], decodes: list[Quote], bars: Bars) -> tuple[Quote, Quote] | None:
+def best_allowed_pair(
+    prefills: list[Estimate], decodes: list[Estimate], bars: Bars
+) -> tuple[Estimate, Estimate] | None:
     """The pair of the lowest score together between which a ticket may pass; None where all are barred."""
-    decodes = sorted((quote for quote in decodes if quote.view.name not in bars.nodes), key=_SCORE)
-    best: tuple[Quote, Quote] | None = None
+    decodes = sorted((each for each in decodes if each.view.name not in bars.nodes), key=_SCORE)
+    best: tuple[Estimate, Estimate] | None = None
     for prefill in sorted(prefills, key=_SCORE):
         if best is not None and prefill.score + decodes[0].score >= best[0].score + best[1].score:
             break

@@ -8,20 +8,18 @@ before it keeps a state where the prompts part (vLLM keeps one at the end of eac
 second prompt on that meets it). That second time is charged to the request which would begin it, by `COPY_SHARE`: so
 a shared prefix stays on as few nodes as their queues allow.
 
-A prefill place that was busy lately costs more than its queue of the moment (`recent_work`): those that have prefixes
-there come back to it, and wait for this prompt; and this prompt's own later ones, such as the next turns, wait for
-theirs. Without that, conversations gather where their system prompt is, beside idle nodes.
+A prefill place that was busy lately (`PlaceLoad.busy`) costs more than its queue of the moment: those that have
+prefixes there come back to it, and wait for this prompt; and this prompt's own later ones, such as the next turns, wait
+for theirs. Without that, conversations gather where their system prompt is, beside idle nodes.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from pdproxy.nodes.load import Load, PlaceLoad, Work
 from pdproxy.nodes.node import Node, NodeView
 from pdproxy.planning.prefix import Hit
-from pdproxy.planning.rates import Rates, Work
-from pdproxy.planning.recent_work import RecentWork
 
 COPY_SHARE = 1.0
 """Of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the first
@@ -34,9 +32,7 @@ WAITING = 2.0
 """How many others wait for a prompt, on a place that is always busy; for the seconds that it takes."""
 SEQUENCE_SECONDS = 0.01
 """What each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
-NO_HIT = Hit(0, 0)
-_NOT_BUSY: Mapping[str, float] = MappingProxyType({})
-_CROWD = operator.attrgetter("crowd")
+_CROWD = operator.attrgetter("lightest.crowd")
 
 
 def may_keep_states(node: Node) -> bool:
@@ -59,18 +55,22 @@ def covered_tokens(node: Node, tokens: int) -> int:
     return boundary if boundary > 0 else tokens - 1
 
 
-class Quote(NamedTuple):
-    """One place's cost: ``score`` is what places are compared by, ``seconds`` what the request is expected to take."""
+class Estimate(NamedTuple):
+    """What one place costs: ``score`` is what places are compared by, ``seconds`` what the request is expected to take.
+
+    Attributes:
+        hit: what the place has cached.
+    """
 
     score: float
     seconds: float
     view: NodeView
-    rank: int
+    place: PlaceLoad
     hit: Hit
 
 
-class Price(Protocol):
-    """What places ask for one prompt."""
+class Cost(Protocol):
+    """What places cost one prompt."""
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         """The scores of nodes that have cached nothing of it, each on its lightest rank. Fast: there are many."""
@@ -79,126 +79,118 @@ class Price(Protocol):
         """A bound below all of these scores, also as rounded; ``heaviest``: the weight of the node that has most.
         Faster than to find them."""
 
-    def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
+    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
         """The cost of one place."""
 
 
-class PrefillPrice:
-    """Of a prefill node: what waits there, and what the prompt's uncached tokens take.
+class PrefillCost:
+    """A prefill node computes the prompt: what waits there, and what the uncached tokens take.
 
     Args:
         tokens: in the prompt.
         deepest: the longest prefix of which any place has the attention blocks; 0 where there are no states to keep.
-        work: how busy places were lately; None for a prompt that no place has cached, which goes by queues alone.
+        cached: any place has something of the prompt. Where none has, places are compared by their queues alone.
     """
 
     __slots__ = (
-        "_busy", "_deepest", "_factor", "_fresh_seconds", "_later", "_rates", "_role", "_tokens", "_weight",
+        "_book", "_busy_weight", "_deepest", "_fixed", "_fresh_seconds", "_later", "_per_token", "_tokens",
     )  # fmt: skip
 
-    def __init__(self, tokens: int, rates: Rates, deepest: int, work: RecentWork | None) -> None:
-        self._tokens, self._deepest, self._rates = tokens, deepest, rates
-        self._role, self._factor = rates.role(Work.PREFILL), rates.factors(Work.PREFILL).get
-        self._fresh_seconds = self._role.seconds(tokens + COPY_SHARE * deepest)
-        self._busy, self._weight, usual = _NOT_BUSY.get, 0.0, 0.0
-        if work is not None:
-            self._busy, self._weight, usual = work.busy.get, work.weight, work.usual
-        self._later = (AGAINST_COPIES if deepest else LATER_PROMPTS) * usual
+    def __init__(self, tokens: int, book: Load, deepest: int, *, cached: bool) -> None:
+        self._tokens, self._deepest, self._book = tokens, deepest, book
+        self._fixed, self._per_token = book.pace(Work.PREFILL)
+        self._fresh_seconds = self._fixed + self._per_token * (tokens + COPY_SHARE * deepest)
+        self._busy_weight = book.busy_weight if cached else 0.0
+        self._later = (AGAINST_COPIES if deepest else LATER_PROMPTS) * book.usual if cached else 0.0
         """What it costs later prompts that a place is always busy."""
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        fixed, per_token, of = self._role.fixed, self._role.per_token, self._factor
-        own_seconds, busy = self._fresh_seconds, self._busy
-        if_busy = (WAITING * (fixed + per_token * self._tokens) + self._later) * self._weight
+        fixed, per_token, own_seconds = self._fixed, self._per_token, self._fresh_seconds
+        if_busy = (WAITING * (fixed + per_token * self._tokens) + self._later) * self._busy_weight
         return [
             (
-                (view.backlog * per_token + view.sequences * fixed + own_seconds) * of(name := view.name, 1.0)
-                + busy(name, 0.0) * if_busy
+                ((place := view.lightest).queued * per_token + place.legs * fixed + own_seconds) * place.prefill
+                + place.busy * if_busy
             )
             / view.room
             for view in views
         ]
 
-    def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        fixed, per_token, name = self._role.fixed, self._role.per_token, view.name
-        factor, own = self._factor(name, 1.0), self._tokens - hit.resume
-        seconds = ((view.legs[rank] + 1) * fixed + (view.queued[rank] + own) * per_token) * factor
+    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
+        fixed, per_token, own = self._fixed, self._per_token, self._tokens - hit.resume
+        seconds = ((place.legs + 1) * fixed + (place.queued + own) * per_token) * place.prefill
         lacking = self._deepest - hit.attention
-        copies = COPY_SHARE * lacking * per_token * factor if lacking > 0 else 0.0
+        copies = COPY_SHARE * lacking * per_token * place.prefill if lacking > 0 else 0.0
         if_busy = WAITING * (fixed + own * per_token) + self._later
-        waits = self._busy(name, 0.0) * self._weight * if_busy
-        return Quote((seconds + copies + waits) / view.room, seconds, view, rank, hit)
+        waits = place.busy * self._busy_weight * if_busy
+        return Estimate((seconds + copies + waits) / view.room, seconds, view, place, hit)
 
     def least_fresh(self, _: Sequence[NodeView], heaviest: float) -> float:
-        return self._fresh_seconds * self._rates.least_factor(Work.PREFILL) / heaviest
+        return self._fresh_seconds * self._book.least_factor(Work.PREFILL) / heaviest
 
     def own_seconds(self, tokens: int) -> float:
         """What so many tokens of a prompt take that is computed anyway."""
-        return self._role.per_token * tokens
+        return self._per_token * tokens
 
 
-class HandOverPrice:
-    """Of a decode node with a ticket: the attention blocks that it lacks and one state are moved; and its load."""
+class HandOverCost:
+    """A decode node gets a ticket: the attention blocks that it lacks and one state are moved; and its load counts."""
 
-    __slots__ = ("_factor", "_rates", "_role", "_tokens")
+    __slots__ = ("_book", "_fixed", "_per_token", "_tokens")
 
-    def __init__(self, tokens: int, rates: Rates) -> None:
-        self._tokens, self._rates = tokens, rates
-        self._role, self._factor = rates.role(Work.HAND_OVER), rates.factors(Work.HAND_OVER).get
+    def __init__(self, tokens: int, book: Load) -> None:
+        self._tokens, self._book = tokens, book
+        self._fixed, self._per_token = book.pace(Work.HAND_OVER)
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        own, each, of = self._role.seconds(self._tokens), SEQUENCE_SECONDS, self._factor
-        return [(of(view.name, 1.0) * own + view.crowd * each + each) / view.room for view in views]
+        own, each = self._fixed + self._per_token * self._tokens, SEQUENCE_SECONDS
+        return [((place := view.lightest).hand_over * own + place.crowd * each + each) / view.room for view in views]
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
-        own = self._role.seconds(self._tokens) * self._rates.least_factor(Work.HAND_OVER)
+        own = (self._fixed + self._per_token * self._tokens) * self._book.least_factor(Work.HAND_OVER)
         return (own + _least_crowd(views) * SEQUENCE_SECONDS + SEQUENCE_SECONDS) / heaviest
 
-    def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        moved = self._role.seconds(self._tokens - hit.attention)
-        seconds = moved * self._factor(view.name, 1.0) + load_seconds(view, rank)
-        return Quote(seconds / view.room, seconds, view, rank, hit)
+    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
+        moved = self._fixed + self._per_token * (self._tokens - hit.attention)
+        seconds = moved * place.hand_over + (place.crowd + 1) * SEQUENCE_SECONDS
+        return Estimate(seconds / view.room, seconds, view, place, hit)
 
 
-class LocalPrice:
-    """Of a decode node that computes the prompt itself: what waits there, its uncached tokens, the node's load."""
+class LocalCost:
+    """A decode node computes the prompt itself: what waits there, its uncached tokens, the node's load."""
 
-    __slots__ = ("_rates", "_tokens")
+    __slots__ = ("_book", "_fixed", "_per_token", "_tokens")
 
-    def __init__(self, tokens: int, rates: Rates) -> None:
-        self._tokens, self._rates = tokens, rates
+    def __init__(self, tokens: int, book: Load) -> None:
+        self._tokens, self._book = tokens, book
+        self._fixed, self._per_token = book.pace(Work.LOCAL)
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        role, of, each = self._rates.role(Work.LOCAL), self._rates.factors(Work.LOCAL).get, SEQUENCE_SECONDS
-        own, per_token = role.seconds(self._tokens), role.per_token
+        per_token, each = self._per_token, SEQUENCE_SECONDS
+        own = self._fixed + per_token * self._tokens
         return [
-            ((view.backlog * per_token + own) * of(view.name, 1.0) + view.crowd * each + each) / view.room
+            (((place := view.lightest).queued * per_token + own) * place.local + place.crowd * each + each) / view.room
             for view in views
         ]
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
-        own = self._rates.role(Work.LOCAL).seconds(self._tokens) * self._rates.least_factor(Work.LOCAL)
+        own = (self._fixed + self._per_token * self._tokens) * self._book.least_factor(Work.LOCAL)
         return (own + _least_crowd(views) * SEQUENCE_SECONDS + SEQUENCE_SECONDS) / heaviest
 
-    def quote(self, view: NodeView, rank: int, hit: Hit) -> Quote:
-        pace = self._rates.pace(Work.LOCAL, view.name)
-        seconds = pace.seconds(view.queued[rank] + self._tokens - hit.resume) + load_seconds(view, rank)
-        return Quote(seconds / view.room, seconds, view, rank, hit)
+    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
+        own = self._fixed + self._per_token * (place.queued + self._tokens - hit.resume)
+        seconds = own * place.local + (place.crowd + 1) * SEQUENCE_SECONDS
+        return Estimate(seconds / view.room, seconds, view, place, hit)
 
-    def stall(self, view: NodeView, rank: int, hit: Hit) -> float:
+    def stall(self, estimate: Estimate) -> float:
         """Seconds for which the streams there get no token: the longer of what is to be computed already, and this.
 
         vLLM gives each stream a token in every step, and takes what came meanwhile into the next one: between what is
         computed now and this prompt they get one. Where the two still meet in one step, it is twice as long at most.
         To count both would turn away prompts for which a prefill place then computes all that it lacks.
         """
-        per_token = self._rates.pace(Work.LOCAL, view.name).per_token
-        return per_token * max(view.queued[rank], self._tokens - hit.resume)
-
-
-def load_seconds(view: NodeView, rank: int) -> float:
-    """What a further answer costs for the load of a decode node's rank."""
-    return (view.crowd_of(rank) + 1) * SEQUENCE_SECONDS
+        place, own = estimate.place, self._tokens - estimate.hit.resume
+        return self._per_token * place.local * max(place.queued, own)
 
 
 def _least_crowd(views: Sequence[NodeView]) -> float:

@@ -9,9 +9,9 @@ import operator
 from collections.abc import Sequence
 from typing import Protocol
 
-from pdproxy.nodes.node import Bars, Node, NodeView, Places, Role, Seeds, Snapshot
+from pdproxy.nodes.node import Bars, Group, Node, NodeView, Role, Seeds, Snapshot
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
-from pdproxy.planning.plan_types import Choice, NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
+from pdproxy.planning.plan_types import NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
 from pdproxy.request import LocalReason
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 
@@ -23,18 +23,23 @@ class Candidates:
 
     Attributes:
         bars: of the snapshot.
+        book: how fast the places are, and how busy they were.
         needs: what the plan is made for.
+        may_pair: whether there is a pair at all, but for bars and nodes that failed this request.
     """
 
-    def __init__(self, snapshot: Snapshot, needs: PlanInput) -> None:
-        self._nodes = snapshot.nodes
-        self.needs = needs
-        self._served = snapshot.roster.served(needs.model)
-        self.bars = snapshot.bars
+    __slots__ = ("_restricted", "_served", "bars", "book", "may_pair", "needs")
 
-    def serving(self, role: Role) -> list[NodeView]:
+    def __init__(self, snapshot: Snapshot, needs: PlanInput) -> None:
+        self.needs = needs
+        self._served = served = snapshot.served(needs.model)
+        self._restricted = bool(needs.excluded) or needs.partner is not None
+        self.may_pair = served.pairs
+        self.bars, self.book = snapshot.bars, snapshot.load
+
+    def serving(self, role: Role) -> Sequence[NodeView]:
         """The nodes of a role that take requests for the model, those included that must not get this one."""
-        return self._served.places.views(role, self._nodes)
+        return self._served.all.of(role)
 
     def seeds(self, role: Role) -> Seeds:
         """What these are hashed by, in the same order."""
@@ -42,32 +47,32 @@ class Candidates:
 
     def heaviest(self, role: Role) -> float:
         """The greatest weight of these; 1 where there are none."""
-        weights, places = self.seeds(role).weights, self._served.places.of(role)
-        return max(weights) if weights else self._nodes[places[0]].node.weight if places else 1.0
+        return self._served.heaviest[role]
 
-    def open(self, role: Role) -> list[NodeView]:
+    def open(self, role: Role) -> Sequence[NodeView]:
         """Those that may get it, in the order of joining."""
-        return self._open(self._served.places, role)
+        views = self._served.all.of(role)
+        return tuple(filter(self.may_take, views)) if self._restricted else views
 
     def may_take(self, view: NodeView) -> bool:
         """Whether one that serves the model may get this request."""
         partner = self.needs.partner
-        return view.node.name not in self.needs.excluded and (partner is None or self.paired(view.node, partner))
+        return view.name not in self.needs.excluded and (partner is None or self.paired(view.node, partner))
 
-    def by_cohort(self) -> list[tuple[list[NodeView], list[NodeView]]]:
-        """The prefill and the decode nodes of each cohort; bars are not looked at."""
-        return [(self._open(places, Role.PREFILL), self._open(places, Role.DECODE)) for places in self._served.cohorts]
-
-    @property
-    def cohort_names(self) -> tuple[str, ...]:
-        """Of `by_cohort`, in the same order."""
-        return self._served.cohort_names
+    def cohorts(self) -> Sequence[Group]:
+        """Those of each cohort; bars are not looked at."""
+        cohorts = self._served.cohorts
+        if not self._restricted:
+            return cohorts
+        may = self.may_take
+        return [
+            Group(each.cohort, tuple(filter(may, each.prefills)), tuple(filter(may, each.decodes))) for each in cohorts
+        ]
 
     def named(self, name: str) -> NodeView | None:
         """The node of this name, where it may get the request."""
-        place = self._served.by_name.get(name)
-        view = None if place is None else self._nodes[place]
-        return view if view is not None and self.may_take(view) else None
+        view = self._served.by_name.get(name)
+        return view if view is not None and (not self._restricted or self.may_take(view)) else None
 
     def allow(self, prefill: Node, decode: Node) -> bool:
         """Whether a ticket can pass from one to the other."""
@@ -77,16 +82,6 @@ class Candidates:
         """`allow`, for two nodes of whichever role."""
         return self.allow(node, partner) if node.role is Role.PREFILL else self.allow(partner, node)
 
-    def _open(self, places: Places, role: Role) -> list[NodeView]:
-        views = places.views(role, self._nodes)
-        restricted = self.needs.excluded or self.needs.partner is not None
-        return list(filter(self.may_take, views)) if restricted else views
-
-    @property
-    def may_pair(self) -> bool:
-        """Whether there is a pair at all, but for bars and nodes that failed this request; cheap."""
-        return self._served.pairs
-
 
 class RoutingPolicy(Protocol):
     """How one is chosen among several nodes. Each method returns None where there is no candidate.
@@ -94,10 +89,10 @@ class RoutingPolicy(Protocol):
     ``turn`` grows by one with each plan, so that nodes between which nothing else decides take turns.
     """
 
-    def node(self, candidates: Candidates, role: Role, turn: int) -> Choice | None:
-        """One of the open nodes of a role."""
+    def node(self, candidates: Candidates, role: Role, turn: int, local: LocalReason | None = None) -> Plan | None:
+        """One of the open nodes of a role, as the decode node of a plan that has no prefill node for this reason."""
 
-    def pair(self, candidates: Candidates, turn: int) -> tuple[Choice | None, Choice] | None:
+    def pair(self, candidates: Candidates, turn: int) -> Plan | None:
         """An open prefill and an open decode node between which a ticket may pass; no prefill node where there is such
         a pair, and the decode node had better compute alone."""
 
@@ -106,20 +101,20 @@ class RoutingPolicy(Protocol):
 class LeastLoaded:
     """The node with the fewest legs for its weight; of cohorts the one whose lightest pair is least loaded together."""
 
-    def node(self, candidates: Candidates, role: Role, turn: int) -> Choice | None:
+    def node(self, candidates: Candidates, role: Role, turn: int, local: LocalReason | None = None) -> Plan | None:
         views = candidates.open(role)
-        return Choice(_least(views, turn).node) if views else None
+        return Plan(None, _least(views, turn).node, local) if views else None
 
-    def pair(self, candidates: Candidates, turn: int) -> tuple[Choice, Choice] | None:
-        groups = candidates.by_cohort()
-        found = [_lightest_pair(*group, candidates.bars, turn // len(groups)) for group in groups]
+    def pair(self, candidates: Candidates, turn: int) -> Plan | None:
+        groups = candidates.cohorts()
+        found = [_lightest_pair(group, candidates.bars, turn // len(groups)) for group in groups]
         pairs = [pair for pair in found if pair is not None]
         if not pairs:
             return None
         lowest = min(prefill.load + decode.load for prefill, decode in pairs)
         ties = [pair for pair in pairs if pair[0].load + pair[1].load == lowest]
         prefill, decode = ties[turn % len(ties)]
-        return Choice(prefill.node), Choice(decode.node)
+        return Plan(prefill.node, decode.node)
 
 
 LEAST_LOADED = LeastLoaded()
@@ -133,13 +128,11 @@ class PlanPolicy:
         routing: how one is chosen among several nodes.
         on_prefill_failure: FAIL refuses requests while there is no prefill node; else the decode node serves alone.
         on_no_decode: PREFILL lets a prefill node serve whole requests while there is no decode node.
-        local_below_tokens: prompts known to be shorter are computed on the decode node; 0 for none.
     """
 
     routing: RoutingPolicy
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
     on_no_decode: OnNoDecode = OnNoDecode.FAIL
-    local_below_tokens: int = 0
 
 
 def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) -> Plan:
@@ -152,26 +145,17 @@ def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) ->
         UnknownModel: no node serves the model.
         NoNode: none can take it now.
     """
-    candidates = _candidates(snapshot, needs)
-    local = _why_local(needs, policy)
+    candidates, local = _candidates(snapshot, needs), needs.local
     if local is None:
         pair = policy.routing.pair(candidates, turn)
         if pair is not None:
-            prefill, decode = pair
-            if prefill is None:
-                return _alone(decode, LocalReason.CACHED)
-            affinities, ranks = (prefill.affinity, decode.affinity), (prefill.rank, decode.rank)
-            return Plan(prefill.node, decode.node, None, *affinities, *ranks, decode.decision)
+            return pair
     last_resort = _last_resort(candidates, policy, turn)
     if last_resort is not None:
-        return _alone(last_resort, LocalReason.NO_DECODE)
+        return last_resort
     if local is None:
         local = _why_no_pair(candidates, needs, policy)
-    return _alone(_choose(candidates, Role.DECODE, needs, policy, turn), local)
-
-
-def _alone(decode: Choice, why: LocalReason) -> Plan:
-    return Plan(None, decode.node, why, None, decode.affinity, None, decode.rank, decode.decision)
+    return _choose(candidates, Role.DECODE, needs, policy, turn, local)
 
 
 def choose(snapshot: Snapshot, role: Role, needs: PlanInput, policy: PlanPolicy, turn: int) -> Node:
@@ -180,37 +164,36 @@ def choose(snapshot: Snapshot, role: Role, needs: PlanInput, policy: PlanPolicy,
     if role is Role.DECODE and needs.partner is None:
         last_resort = _last_resort(candidates, policy, turn)
         if last_resort is not None:
-            return last_resort.node
-    return _choose(candidates, role, needs, policy, turn).node
+            return last_resort.decode
+    return _choose(candidates, role, needs, policy, turn).decode
 
 
-def _last_resort(candidates: Candidates, policy: PlanPolicy, turn: int) -> Choice | None:
+def _last_resort(candidates: Candidates, policy: PlanPolicy, turn: int) -> Plan | None:
     """A prefill node for a whole request, where the policy allows it and no decode node can take it."""
     if policy.on_no_decode is OnNoDecode.FAIL or candidates.open(Role.DECODE):
         return None
-    return policy.routing.node(candidates, Role.PREFILL, turn)
+    return policy.routing.node(candidates, Role.PREFILL, turn, LocalReason.NO_DECODE)
 
 
-def _choose(candidates: Candidates, role: Role, needs: PlanInput, policy: PlanPolicy, turn: int) -> Choice:
-    choice = policy.routing.node(candidates, role, turn)
-    if choice is None:
+def _choose(
+    candidates: Candidates,
+    role: Role,
+    needs: PlanInput,
+    policy: PlanPolicy,
+    turn: int,
+    local: LocalReason | None = None,
+) -> Plan:
+    chosen = policy.routing.node(candidates, role, turn, local)
+    if chosen is None:
         raise _lack(candidates, role, needs)
-    return choice
+    return chosen
 
 
 def _candidates(snapshot: Snapshot, needs: PlanInput) -> Candidates:
     """Raises UnknownModel where no decode node, in whatever state, serves the model."""
-    if not snapshot.roster.knows(needs.model):
-        raise UnknownModel(needs.model, snapshot.roster.models)
+    if not snapshot.knows(needs.model):
+        raise UnknownModel(needs.model, snapshot.models)
     return Candidates(snapshot, needs)
-
-
-def _why_local(needs: PlanInput, policy: PlanPolicy) -> LocalReason | None:
-    if needs.local is not None:
-        return needs.local
-    if needs.prompt_tokens is not None and needs.prompt_tokens < policy.local_below_tokens:
-        return LocalReason.SHORT_PROMPT
-    return None
 
 
 def _why_no_pair(candidates: Candidates, needs: PlanInput, policy: PlanPolicy) -> LocalReason:
@@ -222,7 +205,7 @@ def _why_no_pair(candidates: Candidates, needs: PlanInput, policy: PlanPolicy) -
         if fail:
             raise _lack(candidates, Role.PREFILL, needs)
         return LocalReason.NO_PREFILL
-    barred = any(prefills and decodes for prefills, decodes in candidates.by_cohort())
+    barred = any(group.prefills and group.decodes for group in candidates.cohorts())
     reason = LocalReason.BARRED_PAIR if barred else LocalReason.NO_PAIR
     if fail:
         raise NoNode(reason, needs.model)
@@ -243,10 +226,9 @@ def _least(views: Sequence[NodeView], turn: int) -> NodeView:
     return ties[turn % len(ties)]
 
 
-def _lightest_pair(
-    prefills: list[NodeView], decodes: list[NodeView], bars: Bars, turn: int
-) -> tuple[NodeView, NodeView] | None:
+def _lightest_pair(group: Group, bars: Bars, turn: int) -> tuple[NodeView, NodeView] | None:
     """Where nothing is barred, each of the two is chosen by itself."""
+    prefills, decodes = group.prefills, group.decodes
     if not prefills or not decodes:
         return None
     if bars:

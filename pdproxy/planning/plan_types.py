@@ -7,8 +7,7 @@ import msgspec
 from pdproxy.errors import PdproxyError
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Affinity, RouteReason
-from pdproxy.planning.prefix import Hit, PromptHits
-from pdproxy.planning.rates import Rates
+from pdproxy.planning.prefix import NO_HIT, Hit, PromptHits
 from pdproxy.request import LocalReason
 
 
@@ -52,11 +51,9 @@ class PlanInput(msgspec.Struct, frozen=True):
         local: why it cannot be disaggregated; None when it can.
         excluded: names of nodes that must not be used (they failed this request).
         partner: the node of the other role, where it is chosen already: a ticket must be able to pass; None for any.
-        prompt_tokens: how long the prompt is, where known.
         session: a hash of the key of its session, 64 bits; None where it names none.
         prefix: what places have cached of the prompt; None where nothing is known.
         tokens: about how long the prompt is, for when ``prefix`` does not say; 0 for unknown.
-        rates: how fast nodes are; None for as fast as `rates.START` says.
         names_rank: a leg can be sent to a rank of a node; False where vLLM heeds no rank.
     """
 
@@ -64,60 +61,29 @@ class PlanInput(msgspec.Struct, frozen=True):
     local: LocalReason | None = None
     excluded: frozenset[str] = frozenset()
     partner: Node | None = None
-    prompt_tokens: int | None = None
     session: int | None = None
     prefix: PromptHits | None = None
     tokens: int = 0
-    rates: Rates | None = None
     names_rank: bool = True
 
 
-class Decision(msgspec.Struct, frozen=True):
-    """Why a plan by what is cached is as it is; tokens of the prompt, seconds as expected.
+class Plan(msgspec.Struct, frozen=True):
+    """Where a request goes, and why.
 
     Attributes:
+        prefill: None where the decode node computes everything; ``local`` says why.
+        prefill_affinity, decode_affinity: whether the two are its session's own; None where the policy knows no
+            sessions.
+        prefill_rank, decode_rank: data-parallel ranks of the two; None leaves the choice to vLLM.
+        reason: why the prompt is computed where it is, by a policy that goes by what is cached. From other policies all
+            that follows is empty.
         tokens: in the prompt, as far as known.
-        prefill: what the prefill place has cached; None where the decode place computes.
-        decode: what the decode place has cached.
-        computed: by the place that computes the prompt.
+        prefill_hit: what the prefill place has cached; None where the decode place computes.
+        decode_hit: what the decode place has cached.
+        computed: tokens of the prompt that the place which computes it has to compute.
         prefill_seconds: until the prefill place has computed the prompt, what waits there before it counted in; where
             the decode place computes, until that has.
         decode_seconds: until the decode place has taken the prompt over, and what its load adds; 0 where it computes.
-    """
-
-    reason: RouteReason
-    tokens: int
-    prefill: Hit | None
-    decode: Hit
-    computed: int
-    prefill_seconds: float
-    decode_seconds: float
-
-    def summary(self) -> str:
-        """For the client: the reason, and how many of the prompt's tokens were taken to be cached."""
-        return f"reason={self.reason}; cached={self.tokens - self.computed}/{self.tokens}"
-
-    def facts(self) -> dict[str, str | int | float]:
-        """For a log line and a span: flat, and by names that say what they are."""
-        computing = self.decode if self.prefill is None else self.prefill
-        return {
-            "route_reason": self.reason.value,
-            "planned_tokens": self.tokens,
-            "planned_attention": computing.attention,
-            "planned_resume": computing.resume,
-            "planned_decode_attention": self.decode.attention,
-            "planned_computed": self.computed,
-            "planned_prefill_ms": round(self.prefill_seconds * 1000, 1),
-            "planned_decode_ms": round(self.decode_seconds * 1000, 1),
-        }
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """Where a request goes. ``prefill`` is None when the decode node computes everything; ``local`` says why.
-
-    The affinities say whether the two are its session's own; None where the policy knows no sessions. The ranks are
-    data-parallel ranks of the two; None leaves the choice to vLLM. The decision is that of a policy which goes by what
-    is cached; None from others.
     """
 
     prefill: Node | None
@@ -127,13 +93,41 @@ class Plan(msgspec.Struct, frozen=True):
     decode_affinity: Affinity | None = None
     prefill_rank: int | None = None
     decode_rank: int | None = None
-    decision: Decision | None = None
+    reason: RouteReason | None = None
+    tokens: int = 0
+    prefill_hit: Hit | None = None
+    decode_hit: Hit = NO_HIT
+    computed: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
+    @property
+    def computing(self) -> Node:
+        """The node that computes the prompt."""
+        return self.decode if self.prefill is None else self.prefill
 
-class Choice(msgspec.Struct, frozen=True):
-    """One node that a policy chose; ``affinity``, ``rank`` and ``decision`` as in `Plan`."""
+    def rank(self, node: Node) -> int | None:
+        """The rank that is named on one of its nodes; None on any other."""
+        if node is self.prefill:
+            return self.prefill_rank
+        return self.decode_rank if node is self.decode else None
 
-    node: Node
-    affinity: Affinity | None = None
-    rank: int | None = None
-    decision: Decision | None = None
+    def summary(self) -> str:
+        """For the client: the reason, and how many of the prompt's tokens were taken to be cached."""
+        return f"reason={self.reason}; cached={self.tokens - self.computed}/{self.tokens}"
+
+    def facts(self) -> dict[str, str | int | float]:
+        """For a log line and a span: flat, and by names that say what they are. Empty where there is no reason."""
+        if self.reason is None:
+            return {}
+        computing = self.decode_hit if self.prefill_hit is None else self.prefill_hit
+        return {
+            "route_reason": self.reason.value,
+            "planned_tokens": self.tokens,
+            "planned_attention": computing.attention,
+            "planned_resume": computing.resume,
+            "planned_decode_attention": self.decode_hit.attention,
+            "planned_computed": self.computed,
+            "planned_prefill_ms": round(self.prefill_seconds * 1000, 1),
+            "planned_decode_ms": round(self.decode_seconds * 1000, 1),
+        }

@@ -29,6 +29,10 @@ class Hit(msgspec.Struct, frozen=True):
     resume: int
 
 
+NO_HIT = Hit(0, 0)
+"""Nothing is cached."""
+
+
 class HitSource(enum.StrEnum):
     """Where the knowledge comes from."""
 

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from pdproxy.nodes.node import Node, NodeView, Role, Seeds
 from pdproxy.observe.labels import Affinity
 from pdproxy.planning.plan import LEAST_LOADED, Candidates
-from pdproxy.planning.plan_types import Choice
+from pdproxy.planning.plan_types import Plan
+from pdproxy.request import LocalReason
 
 MOST_OF_MEAN = 1.25
 """Of the mean number of legs, by weight and slow start; rounded up to whole legs."""
@@ -55,10 +56,9 @@ class KeyOrder:
     def _fits(self, view: NodeView) -> bool:
         return view.active + 1 <= math.ceil(self._most * view.room) + SPARE and self._candidates.may_take(view)
 
-    def choice(self, node: Node) -> Choice:
-        """A node of these, and whether it is the session's own, the first of all."""
-        own = self._views[self._own].node.name == node.name
-        return Choice(node, Affinity.OWN if own else Affinity.NEXT)
+    def affinity(self, node: Node) -> Affinity:
+        """Whether a node of these is the session's own, the first of all."""
+        return Affinity.OWN if self._views[self._own].name == node.name else Affinity.NEXT
 
 
 def scores(nodes: Seeds, key: int) -> list[float]:
@@ -79,28 +79,38 @@ def own_index(views: Sequence[NodeView], key: int) -> int:
 class Session:
     """The first node of the session's own order that has room; the least loaded where none has, or there is no key."""
 
-    def node(self, candidates: Candidates, role: Role, turn: int) -> Choice | None:
-        if candidates.needs.session is None:
+    def node(self, candidates: Candidates, role: Role, turn: int, local: LocalReason | None = None) -> Plan | None:
+        session = candidates.needs.session
+        order = None if session is None else KeyOrder(candidates, role, session)
+        first = None if order is None else next(iter(order), None)
+        if first is not None:
+            node = first.node
+        else:
             least = LEAST_LOADED.node(candidates, role, turn)
-            return least and _keyless(least)
-        order = KeyOrder(candidates, role, candidates.needs.session)
-        found = next(iter(order), None) or LEAST_LOADED.node(candidates, role, turn)
-        return found and order.choice(found.node)
+            if least is None:
+                return None
+            node = least.decode
+        affinity = Affinity.NONE if order is None else order.affinity(node)
+        return Plan(None, node, local, decode_affinity=affinity)
 
-    def pair(self, candidates: Candidates, turn: int) -> tuple[Choice, Choice] | None:
+    def pair(self, candidates: Candidates, turn: int) -> Plan | None:
         """The prefill node first, for there a miss costs more; then the first decode node that may read from it."""
-        if candidates.needs.session is None:
+        session = candidates.needs.session
+        if session is None:
             least = LEAST_LOADED.pair(candidates, turn)
-            return least and (_keyless(least[0]), _keyless(least[1]))
+            return least and Plan(least.prefill, least.decode, None, Affinity.NONE, Affinity.NONE)
         if not candidates.may_pair:
             return None
-        prefills, decodes = (KeyOrder(candidates, role, candidates.needs.session) for role in Role)
-        found = _first_pair(candidates, prefills, decodes) or LEAST_LOADED.pair(candidates, turn)
-        return found and (prefills.choice(found[0].node), decodes.choice(found[1].node))
-
-
-def _keyless(choice: Choice) -> Choice:
-    return Choice(choice.node, Affinity.NONE)
+        prefills, decodes = (KeyOrder(candidates, role, session) for role in Role)
+        first = _first_pair(candidates, prefills, decodes)
+        if first is not None:
+            prefill, decode = first[0].node, first[1].node
+        else:
+            least = LEAST_LOADED.pair(candidates, turn)
+            if least is None or least.prefill is None:
+                return None
+            prefill, decode = least.prefill, least.decode
+        return Plan(prefill, decode, None, prefills.affinity(prefill), decodes.affinity(decode))
 
 
 def _first_pair(candidates: Candidates, prefills: KeyOrder, decodes: KeyOrder) -> tuple[NodeView, NodeView] | None:

@@ -3,15 +3,14 @@
 The order in which prompts leave the queue (`planning.queue`) is fair among those that wait, but what runs on nodes
 cannot be taken back: a key that asked for everything before another one came would keep it. So while several keys
 ask, one that runs more than its share leaves a part of the room free, and one that would with its next prompt gives
-prefill nodes little work ahead (`PrefillBacklog`): its next prompts wait in the queue, where those of the others pass
+prefill nodes little work ahead: its next prompts wait in the queue, where those of the others pass
 them. A key alone has everything.
 """
 
 import collections
 import dataclasses
 import enum
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 PRESENT_SECONDS = 60.0
 """For so long after its last request a key counts among those that ask."""
@@ -171,94 +170,3 @@ class KeyShares:
             weights = sum(self._limits.of(key).weight for key in self._asked)
             self._weights = (self._limits.changes, self._joined, weights)
         return weights
-
-
-NEWEST_SHARE = 0.2
-"""Of the last prompt in a node's rate."""
-MOST_NODES = 1024
-"""That are remembered while they have nothing to do."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Backlog:
-    """Of one node: what waits or is computed there, and of which keys; since when it works on the next prompt; its
-    rate's sums, and by how many seconds prompts take more or less than by that, on the mean."""
-
-    prompts: int = 0
-    keys: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    tokens: int = 0
-    since: float = 0.0
-    done_tokens: float = 0.0
-    done_seconds: float = 0.0
-    deviation: float = 0.0
-
-
-class PrefillBacklog:
-    """The prompts that nodes have been given to compute and have not, and about how long that takes them.
-
-    How fast a node is, is learned from the time between two prompts that it has computed: what other proxies send it
-    makes it slower.
-    """
-
-    def __init__(self) -> None:
-        self._nodes: dict[str, _Backlog] = {}
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def add(self, node: str, key: str, tokens: int, now: float) -> None:
-        """A prompt of a key is given to a node."""
-        work = self._nodes.get(node)
-        if work is None:
-            if len(self._nodes) >= MOST_NODES:  # most have left long ago
-                self._nodes = {name: each for name, each in self._nodes.items() if each.prompts}
-            work = self._nodes[node] = _Backlog()
-        if not work.prompts:
-            work.since = now
-        work.prompts += 1
-        work.keys[key] += 1
-        work.tokens += tokens
-
-    def computed(self, node: str, key: str, tokens: int, now: float) -> None:
-        """It is computed."""
-        work = self._nodes[node]
-        if work.done_tokens:
-            off = abs(now - work.since - self.takes(node, tokens))
-            work.deviation += NEWEST_SHARE * (off - work.deviation)
-        work.done_tokens += NEWEST_SHARE * (tokens - work.done_tokens)
-        work.done_seconds += NEWEST_SHARE * (now - work.since - work.done_seconds)
-        work.since = now
-        self.drop(node, key, tokens)
-
-    def drop(self, node: str, key: str, tokens: int) -> None:
-        """It is not to be computed there any more."""
-        work = self._nodes[node]
-        work.prompts -= 1
-        work.keys[key] -= 1
-        if not work.keys[key]:
-            del work.keys[key]
-        work.tokens -= tokens
-
-    def takes(self, node: str, tokens: int) -> float:
-        """How long a node needs for so many tokens; 0 where its speed is unknown."""
-        work = self._nodes.get(node)
-        return tokens * work.done_seconds / work.done_tokens if work is not None and work.done_tokens else 0.0
-
-    def seconds(self, node: str, now: float) -> float:
-        """How long a node still needs for what it has; infinite where its speed is unknown.
-
-        Rather too long than too short: it counts by how much the node's prompts deviate. A prompt that comes to an idle
-        node takes longer than the next ones, which have made their way there meanwhile.
-        """
-        work = self._nodes.get(node)
-        if work is None or not work.prompts:
-            return 0.0
-        if not work.done_tokens:
-            return math.inf
-        seconds = work.tokens * work.done_seconds / work.done_tokens
-        return seconds + work.deviation - min(now - work.since, seconds / work.prompts + work.deviation)
-
-    def keys(self, node: str) -> Collection[str]:
-        """The keys whose prompts a node has."""
-        work = self._nodes.get(node)
-        return () if work is None else work.keys.keys()

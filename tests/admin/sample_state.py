@@ -10,6 +10,7 @@ from pdproxy.admin.context import AdminContext
 from pdproxy.background import Background
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
+from pdproxy.nodes.demand import Advice, Limit
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Footprint, Node, Role
 from pdproxy.nodes.pool import Pool
@@ -17,7 +18,6 @@ from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import Leg, Outcome, Phase, Prediction, RouteReason
 from pdproxy.orchestration.in_flight import InFlightRequests, LegFailure
 from pdproxy.orchestration.request_record import AnswerRecord, FailureRecord, RequestRecord, Route
-from pdproxy.planning.demand import Advice, Limit
 from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from tests.fakes.clock import FakeClock
 from tests.fakes.refused import refuse

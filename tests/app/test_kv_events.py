@@ -13,7 +13,6 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.prefix import Place
-from pdproxy.planning.rates import Rates
 from pdproxy.settings.load import load
 from tests.events.feeds import SCHEME
 from tests.fakes.clock import FakeClock
@@ -25,7 +24,7 @@ def built(**variables: str) -> KvEvents | None:
     clock = FakeClock()
     pool, metrics = Pool(clock), Metrics(CollectorRegistry())
     texts = TextPrefixSource(pool, clock)
-    return kv_events(settings, pool, FakePoolTransport(), clock, metrics, no_headers, Rates(), texts, Background(clock))
+    return kv_events(settings, pool, FakePoolTransport(), clock, metrics, no_headers, texts, Background(clock))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdproxy.app.sizing import EVERY, SizingWatch
+from pdproxy.nodes.demand import Limit, Wanted
 from pdproxy.nodes.node import Binding, Capacity
-from pdproxy.planning.demand import Limit, Wanted
 from pdproxy.request import Endpoint
 from tests.orchestration.cluster import FakeCluster, read
 from tests.orchestration.prompts import body_for

@@ -37,7 +37,7 @@ def test_every_setting_reaches_the_config() -> None:
     assert arrived.keys() - named == others, "has no setting, and have ones of another name or section"
     assert orchestration_config(SAID).queue == QueueLimits(11, 12, 13)
     assert orchestration_config(SAID).decode_fill == 0.5
-    assert orchestration_config(SAID).plan_policy().routing == Session()
+    assert orchestration_config(SAID).routing_policy == Session()
 
 
 def test_the_budget_reaches_the_policy() -> None:

@@ -60,7 +60,7 @@ def test_one_node_that_forgets_nothing_is_near_the_bound() -> None:
 def test_a_simulation_can_be_repeated(routing: Routing) -> None:
     one, other = Simulation(routing, Fleet()), Simulation(routing, Fleet())
     assert one.run(SMALL["agents"]) == other.run(SMALL["agents"])
-    assert {(view.active, view.backlog) for view in one.pool.snapshot().nodes} == {(0, 0)}
+    assert {(view.active, view.lightest.queued) for view in one.pool.snapshot().nodes} == {(0, 0)}
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -16,6 +16,7 @@ from pdproxy.events.prompt_hashes import HashFinder
 from pdproxy.events.token_ids import TokenIds
 from pdproxy.events.wire import NumberedBatch
 from pdproxy.nodes.hashing import Hashing
+from pdproxy.nodes.load import Work
 from pdproxy.nodes.node import Binding, Capacity, Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
@@ -23,7 +24,6 @@ from pdproxy.planning.block_hashes import PromptExtras, PromptHasher
 from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place
-from pdproxy.planning.rates import Rates, Work
 from pdproxy.request import Endpoint, SubRequest
 from tests.events.feeds import Caches
 from tests.events.prompts import sub_request
@@ -60,9 +60,8 @@ class World:
             self.pool.add(node)
             self.pool.admit(node)
         ids = TokenIds(transport, self.caches.clock, self.caches.metrics, 0.05)
-        self.rates = Rates()
         self.texts = TextPrefixSource(self.pool, self.caches.clock)
-        finder = HashFinder(self.texts, ids, self.rates)
+        finder = HashFinder(self.texts, ids, self.pool.load)
         self.background = Background(self.caches.clock)
         self.source = EventPrefixSource(
             self.pool, self.caches, finder, self.caches.clock, self.caches.metrics, self.background
@@ -136,7 +135,7 @@ async def test_a_node_that_takes_longer_to_render_than_to_compute_is_not_asked()
     assert await waiting is not None
     assert await world.source.look_up(request("word " * 10)) is None, "12 tokens take 12 ms"
     for _ in range(50):
-        world.rates.took(Work.PREFILL, "p0", 100, 1.0)
+        world.pool.load.took(Work.PREFILL, world.pool.view("p0").lightest, 100, 1.0)
     assert await world.source.look_up(request("word " * 10)) is not None
 
 

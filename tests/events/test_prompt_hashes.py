@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pdproxy.events.token_ids import MOST_AT_ONCE
+from pdproxy.nodes.load import Work
 from pdproxy.orchestration.prefix_source import CombinedSource
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
-from pdproxy.planning.rates import Work
 from tests.events.publisher import removed, stored
 from tests.events.test_prefix_source import ATTENTION, STATE, World, hashes, request
 from tests.nodes.fake_pool import settle
@@ -40,7 +40,7 @@ class Talks(World):
         super().__init__()
         self.numbers = itertools.count()
         for _ in range(50):
-            self.rates.took(Work.PREFILL, "p0", FIRST, FIRST / 1000)
+            self.pool.load.took(Work.PREFILL, self.pool.view("p0").lightest, FIRST, FIRST / 1000)
         self.both = CombinedSource(self.source, self.texts)
         for name in self.infos:
             self.tell(name, stored(1, group=ATTENTION), stored(1, group=STATE, kind="mamba"))

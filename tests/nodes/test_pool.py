@@ -54,17 +54,17 @@ def test_legs_count_on_the_rank_that_they_name_and_others_where_the_fewest_are(p
     pool.admit(dataclasses.replace(NODE, ranks=3))
     slots = [pool.acquire("d1", LegLoad(1, 700, Footprint(900, 1))), *(pool.acquire("d1") for _ in range(3))]
     view = pool.view("d1")
-    assert (view.legs, view.queued) == ((2, 1, 1), (0, 700, 0))
-    assert (view.held[1], view.footprint) == ((900, 1), (900, 1))
-    assert (view.rank, view.backlog, view.sequences) == (2, 0, 1)
+    assert [(place.legs, place.queued, place.tokens) for place in view.places] == [(2, 0, 0), (1, 700, 900), (1, 0, 0)]
+    assert (view.active, view.footprint, view.lightest.rank) == (4, (900, 1), 2)
     for _ in range(2):
-        slots[0].prompt_computed()
-        assert pool.view("d1").queued == (0, 0, 0)
+        slots[0].computed()
+        assert [place.queued for place in view.places] == [0, 0, 0]
     pool.admit(dataclasses.replace(NODE, ranks=1))
-    assert pool.view("d1").legs == (2,)
+    assert [place.legs for place in view.places] == [2]
     for slot in slots:
         slot.release()
-    assert (pool.view("d1").legs, pool.view("d1").footprint) == ((0,), (0, 0))
+    assert [(place.legs, place.tokens) for place in view.places] == [(0, 0)]
+    assert view.active == 0
 
 
 def test_legs_are_counted_and_released_once(pool: Pool) -> None:
@@ -280,7 +280,7 @@ def test_the_last_resort_is_taken_by_role(pool: Pool) -> None:
     pool.terminate("p1")
 
     def served() -> set[str]:
-        return set(pool.snapshot().roster.served(NODE.model).by_name)
+        return set(pool.snapshot().served(NODE.model).by_name)
 
     assert served() == {"d2", "p1"}
     pool.drain("d2")

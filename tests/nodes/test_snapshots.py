@@ -1,4 +1,4 @@
-"""Snapshots are never out of date, though the pool makes anew only what has changed."""
+"""What plans see of the pool is never out of date, though it is not made anew for each."""
 
 import contextlib
 import dataclasses
@@ -8,10 +8,10 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 
 from pdproxy.errors import Fault
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
-from pdproxy.nodes.node import Bars, Node, Role, Roster, Snapshot
+from pdproxy.nodes.node import Bars, Footprint, Node, NodeView, Role, Snapshot, State
 from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
-from pdproxy.nodes.pool_entry import Slot
+from pdproxy.nodes.pool_entry import LegLoad, PoolEntry, Slot
 from pdproxy.observe.labels import Leg
 from tests.fakes.clock import FakeClock
 from tests.fakes.refused import serve
@@ -26,10 +26,18 @@ def node(name: str, **more: object) -> Node:
     return Node(name, f"http://{name}", role, **more)  # type: ignore[arg-type]
 
 
-def fresh(pool: Pool) -> Snapshot:
-    """What a pool that remembers nothing would show."""
-    now = pool._clock.now()
-    return Snapshot(tuple(pool._refresh(entry, now).view(now) for entry in pool._entries.values()), pool.bars)
+LOADS = st.sampled_from([LegLoad(), LegLoad(queued=70, key="k"), LegLoad(None, 0, Footprint(50, 1))])
+
+
+def fresh(entry: PoolEntry, now: float) -> NodeView:
+    """A node as a pool that remembers nothing would show it, but for its load."""
+    kept = entry.view
+    return NodeView(entry.node, entry.state(), kept.active, entry.circuit.share(now), kept.trials)
+
+
+def shown(view: NodeView) -> tuple[object, ...]:
+    """What plans read of it."""
+    return view.node, view.name, view.state, view.share, view.room, view.load, view.trials, len(view.places)
 
 
 class ChangingPool(RuleBasedStateMachine):
@@ -41,6 +49,7 @@ class ChangingPool(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         self.pool = Pool(self.clock, CONFIG)
+        self.running: dict[Slot, tuple[NodeView, LegLoad]] = {}
 
     @rule(name=NAMES)
     def add(self, name: str) -> None:
@@ -79,13 +88,25 @@ class ChangingPool(RuleBasedStateMachine):
     def probed(self, name: str, fault: Fault | None) -> None:
         self.pool.probed(name, fault, self.clock.now())
 
-    @rule(target=slots, name=NAMES)
-    def acquire(self, name: str) -> Slot | MultipleResults[Slot]:
-        return self.pool.acquire(name) if name in self.pool else multiple()
+    @rule(target=slots, name=NAMES, load=LOADS)
+    def acquire(self, name: str, load: LegLoad) -> Slot | MultipleResults[Slot]:
+        if name not in self.pool:
+            return multiple()
+        slot = self.pool.acquire(name, load)
+        self.running[slot] = (self.pool.view(name), load)
+        return slot
+
+    @rule(slot=slots, tokens=st.sampled_from([None, 50]))
+    def compute(self, slot: Slot, tokens: int | None) -> None:
+        slot.computed(tokens)
+        if slot in self.running:
+            view, load = self.running[slot]
+            self.running[slot] = (view, load._replace(queued=None))
 
     @rule(slot=consumes(slots))
     def release(self, slot: Slot) -> None:
         slot.release()
+        self.running.pop(slot, None)
 
     @rule(pairs=st.sets(st.tuples(st.sampled_from(["p1", "p2"]), st.sampled_from(["d1", "d2"]))))
     def bar(self, pairs: set[tuple[str, str]]) -> None:
@@ -95,41 +116,84 @@ class ChangingPool(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
-    @rule()
-    def look(self) -> None:
-        """A second look shows the same."""
-        assert self.pool.snapshot() == self.pool.snapshot()
+    @invariant()
+    def the_nodes_are_as_if_looked_at_anew(self) -> None:
+        now, entries = self.clock.now(), self.pool._entries.values()
+        views = self.pool.snapshot().nodes
+        assert [shown(view) for view in views] == [shown(fresh(entry, now)) for entry in entries]
+        assert [self.pool.view(view.name) for view in views] == list(views)
 
     @invariant()
-    def the_snapshot_is_as_if_made_anew(self) -> None:
-        shown, wanted = self.pool.snapshot(), fresh(self.pool)
-        assert shown == wanted
-        assert [view.load for view in shown.nodes] == [view.load for view in wanted.nodes]
-        assert [self.pool.view(view.node.name) for view in wanted.nodes] == list(wanted.nodes)
+    def the_load_is_that_of_what_runs(self) -> None:
+        for view in self.pool.snapshot().nodes:
+            loads = [load for on, load in self.running.values() if on is view]
+            (place,) = view.places
+            assert view.active == place.legs == len(loads)
+            assert place.queued == sum(load.queued or 0 for load in loads)
+            assert place.prompts == sum(load.queued is not None for load in loads) == sum(place.keys.values())
+            assert view.footprint == (
+                sum(load.footprint.tokens for load in loads),
+                sum(load.footprint.sequences for load in loads),
+            )
 
     @invariant()
-    def the_roster_is_as_if_made_anew(self) -> None:
-        shown, wanted = self.pool.snapshot().roster, Roster(fresh(self.pool).nodes)
-        assert shown.models == wanted.models
+    def who_serves_what_is_as_if_looked_at_anew(self) -> None:
+        now = self.pool.snapshot()
+        anew = Snapshot(now.nodes, self.pool.bars)
+        assert (now.models, now.base_models, now.bars) == (anew.models, anew.base_models, anew.bars)
         for model in MODELS:
-            assert (shown.knows(model), shown.served(model)) == (wanted.knows(model), wanted.served(model))
+            assert now.knows(model) == anew.knows(model)
+            served, wanted = now.served(model), anew.served(model)
+            assert [(group.cohort, group.prefills, group.decodes) for group in served.cohorts] == [
+                (group.cohort, group.prefills, group.decodes) for group in wanted.cohorts
+            ]
+            assert (served.all, served.by_name, served.seeds, served.heaviest, served.pairs, served.alone) == (
+                wanted.all, wanted.by_name, wanted.seeds, wanted.heaviest, wanted.pairs, wanted.alone
+            )  # fmt: skip
 
 
 TestChangingPool = ChangingPool.TestCase
 
 
-def test_what_has_not_changed_is_not_made_again() -> None:
+def test_who_serves_what_is_not_looked_for_again_for_a_leg_more_or_less() -> None:
     pool = Pool(FakeClock(), CONFIG)
     for name in ("p1", "d1"):
         pool.add(node(name))
+        pool.admit(node(name))
     before = pool.snapshot()
-    assert pool.snapshot() is before
-    pool.acquire("p1")
-    after = pool.snapshot()
-    assert (after.nodes[0].active, after.nodes[1]) == (1, before.nodes[1])
-    assert after.nodes[1] is before.nodes[1]
-    assert after.roster is before.roster
-    assert before.nodes[0].active == 0, "an earlier snapshot stays as it was"
+    with pool.acquire("p1"):
+        assert pool.snapshot() is before
+        assert before.nodes[0].active == 1
+    pool.drain("p1")
+    assert pool.snapshot() is not before
+
+
+def test_a_node_that_was_given_up_is_not_looked_at_again_for_its_cool_down() -> None:
+    clock = FakeClock()
+    pool = Pool(clock, CONFIG)
+    for name in ("p1", "d1"):
+        pool.add(node(name))
+        pool.admit(node(name))
+    pool.give_up("d1", "silent")
+    clock.advance(100)
+    assert pool.view("d1").state is State.DOWN
+    assert pool._next_change > clock.now()
+    pool.probed("d1", None, clock.now())
+    assert pool.view("d1").state is State.PROBING, "it answers again"
+
+
+def test_a_node_that_left_is_not_kept_by_the_legs_that_end_later() -> None:
+    pool = Pool(FakeClock(), CONFIG)
+    pool.add(node("p1"))
+    slots = [pool.acquire("p1", LegLoad(queued=10)) for _ in range(2)]
+    slots[0].computed(10)
+    assert pool.load._worked
+    pool.remove("p1")
+    slots[1].computed(10)
+    for slot in slots:
+        slot.release()
+    assert not pool.load._worked
+    assert not any(pool.load._samples.values())
 
 
 def test_a_leg_that_ends_after_its_node_left_brings_it_not_back() -> None:

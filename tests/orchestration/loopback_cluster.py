@@ -71,7 +71,7 @@ class LoopbackCluster:
         assert self.context.background.errands == 0
         assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
         assert {view.footprint for view in self.pool.snapshot().nodes} == {NO_FOOTPRINT}
-        assert not any(sum(view.queued) for view in self.pool.snapshot().nodes)
+        assert not any(place.queued or place.keys for view in self.pool.snapshot().nodes for place in view.places)
         status = self.context.queue.status()
         assert (status.running, status.waiting) == (0, 0)
         await self.transport.aclose()

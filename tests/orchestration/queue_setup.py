@@ -64,7 +64,7 @@ class QueueSetup:
 
     async def _run(self, name: str, asked: Asked, model: str) -> None:
         end = self.ends[name] = asyncio.Event()
-        admission = self.admissions[name] = Admission(self.queue, self.clock, asked)
+        admission = self.admissions[name] = Admission(self.queue, asked)
         try:
             assert await admission.begin(lambda _: self._take(name, model), lambda: model) == name
             await end.wait()

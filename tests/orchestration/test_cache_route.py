@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdproxy.nodes.load import Load, PlaceLoad, Work
 from pdproxy.nodes.node import Bars, Binding, Capacity, Role
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import RouteReason
@@ -18,7 +19,6 @@ from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.cache_aware import ITL_BUDGET, CacheAware
 from pdproxy.planning.prefix import PromptHits
-from pdproxy.planning.rates import Rates, Work
 from pdproxy.request import Endpoint, SubRequest
 from tests.fakes.fake_model import tokenize
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -28,18 +28,18 @@ from tests.orchestration.cluster import FakeCluster, Got
 SYSTEM = " ".join(f"rule{number}" for number in range(300))
 
 
-class SteadyRates(Rates):
+class SteadyLoad(Load):
     """Learns nothing, for on the cluster's clock nothing takes any time; what it would have learned is kept."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[Work, str, int]] = []
+        self.seen: list[tuple[Work, int]] = []
         self.avoided = 0
 
-    def took(self, work: Work, node: str, tokens: int, seconds: float) -> None:
-        self.seen.append((work, node, tokens))
+    def took(self, work: Work, place: PlaceLoad, tokens: int, seconds: float) -> None:
+        self.seen.append((work, tokens))
 
-    def passed_over(self, work: Work, node: str) -> None:
+    def passed_over(self, work: Work, place: PlaceLoad) -> None:
         self.avoided += work is Work.LOCAL
 
 
@@ -62,9 +62,9 @@ class CachingCluster(FakeCluster):
             known = self.pool.view(fake.name).node
             unit = 8 if fake.resumes else 0
             self.pool.admit(dataclasses.replace(known, prefix_match_unit=unit, block_size=8, ranks=ranks))
-        self.rates = SteadyRates()
+        self.pool.load = self.steady = SteadyLoad()
         source = TextPrefixSource(self.pool, self.clock)
-        self.context = dataclasses.replace(self.context, rates=self.rates, prefix_source=source)
+        self.context = dataclasses.replace(self.context, prefix_source=source)
         self.orchestrator = Orchestrator(self.context)
 
     async def say(self, *said: str, endpoint: Endpoint = Endpoint.CHAT, **more: object) -> Got:
@@ -143,9 +143,9 @@ async def test_tokens_in_flight_are_given_back() -> None:
     for turn in range(4):
         await cluster.say(*said(turn))
     await cluster.settle()
-    assert {(view.queued, view.footprint, view.legs) for view in cluster.pool.snapshot().nodes} == {
-        ((0,), (0, 0), (0,))
-    }
+    for view in cluster.pool.snapshot().nodes:
+        (place,) = view.places
+        assert (place.queued, place.prompts, place.keys, place.legs, view.footprint) == (0, 0, {}, 0, (0, 0))
 
 
 async def test_tokens_are_queued_until_they_are_computed_and_held_until_the_answer_ends() -> None:
@@ -157,7 +157,7 @@ async def test_tokens_are_queued_until_they_are_computed_and_held_until_the_answ
         while not asking.done():
             await asyncio.sleep(0)
             views = cluster.pool.snapshot().nodes
-            levels |= {(view.node.name, view.queued[0], view.footprint.tokens > 0) for view in views if view.legs[0]}
+            levels |= {(view.name, view.lightest.queued, view.footprint.tokens > 0) for view in views if view.active}
         seen.append(sorted(levels))
     (decoding, prefilling), (after, computing) = seen
     assert (decoding, prefilling[::2]) == (("d0", 0, True), ("p0", False))
@@ -242,7 +242,7 @@ async def test_a_decode_node_that_resumes_serves_the_next_turn_alone() -> None:
     assert cluster.count("pdproxy_local_total", reason="cached") == 2
     assert len(cluster.legs_on(Role.DECODE)) == 1
     assert cluster.count("pdproxy_real_hit_tokens_total", role="decode") > 0
-    assert {work for work, _, _ in cluster.rates.seen} == set(Work)
+    assert {work for work, _ in cluster.steady.seen} == set(Work)
     await cluster.settle()
 
 
@@ -275,9 +275,9 @@ async def test_rates_are_learned_from_the_tokens_that_were_computed() -> None:
     cluster = CachingCluster()
     await cluster.say(*said(0))
     await cluster.say(*said(1))
-    works = collections.Counter(work for work, _, _ in cluster.rates.seen)
+    works = collections.Counter(work for work, _ in cluster.steady.seen)
     assert works == {Work.PREFILL: 2, Work.HAND_OVER: 2}
-    computed = [tokens for work, _, tokens in cluster.rates.seen if work is Work.PREFILL]
+    computed = [tokens for work, tokens in cluster.steady.seen if work is Work.PREFILL]
     assert computed[0] > 300 > computed[1]
 
 
@@ -287,7 +287,7 @@ async def test_a_decode_node_that_could_have_resumed_and_did_not_is_noted(*, res
     for turn in range(3):
         await cluster.say(*said(turn))
     assert cluster.count("pdproxy_local_total", reason="cached") == 0
-    assert cluster.rates.avoided == avoided
+    assert cluster.steady.avoided == avoided
 
 
 async def test_an_explanation_says_what_would_be_planned_and_counts_nothing() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.failures import Moment, Step
-from pdproxy.nodes.node import Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import Node, Role, Snapshot, State
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.client_errors import (
     UpstreamErrorResponse,
@@ -19,6 +19,7 @@ from pdproxy.orchestration.client_errors import (
 )
 from pdproxy.planning.plan_types import UnknownModel
 from pdproxy.request import Endpoint
+from tests.fakes.views import view_of
 from tests.stream.engine import events
 
 ERROR = ClientError(502, "the decode node is gone", kind="upstream_error", code="node_lost")
@@ -55,7 +56,7 @@ def of_models(*models: str) -> Snapshot:
     """A prefill node, and a decode node for each, with an adapter."""
     named = [("p", Role.PREFILL, "other"), *((f"d{number}", Role.DECODE, model) for number, model in enumerate(models))]
     nodes = [Node(name, f"http://{name}", role, model=model, aliases=("poet",)) for name, role, model in named]
-    return Snapshot(tuple(NodeView(node, State.UP, 0) for node in nodes))
+    return Snapshot(tuple(view_of(node, State.UP, 0) for node in nodes))
 
 
 def test_without_a_name_the_one_model_is_meant() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
+from pdproxy.nodes.load import Load, PlaceLoad, Work
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.admission import Admission
 from pdproxy.orchestration.request_queue import Asked, QueueLimits, RequestQueue
@@ -22,13 +23,17 @@ class OneNode:
     def __init__(self, reserve: float) -> None:
         self._clock = LoopClock()
         self._queue = RequestQueue(QueueLimits(reserve=reserve), self._clock, Metrics(CollectorRegistry()))
+        self._book, self._place = Load(), PlaceLoad()
         self._busy = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._since = 0.0
         self.begun: list[tuple[int, str]] = []
 
     async def known(self) -> None:
-        """It has computed a prompt: its speed is known."""
+        """It has computed prompts of all sizes: its speed is known."""
+        for _ in range(100):
+            for tokens in (10, 100, 1000, 4000):
+                self._book.took(Work.PREFILL, self._place, tokens, tokens / 1000)
         self.ask("first", "earlier", answer=0.0)
         await asyncio.sleep(2 * PRESENT_SECONDS)
         self._since = self._clock.now()
@@ -45,25 +50,32 @@ class OneNode:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         assert self._queue.status().running == self._queue.status().waiting == 0
-        assert self._queue.backlog.seconds("n", self._clock.now()) == 0.0
+        assert (self._place.prompts, self._place.queued, self._place.keys) == (0, 0, {})
 
     async def _answer(self, name: str, asked: Asked, answer: float) -> None:
-        admission = Admission(self._queue, self._clock, asked)
+        admission, place, given = Admission(self._queue, asked), self._place, list[float]()
 
         def begin(standing: Standing) -> bool | None:
-            if standing and not self._queue.about_done("n", asked.prompt):
+            now = self._clock.now()
+            takes = self._book.pace_at(Work.PREFILL, place).seconds(asked.prompt)
+            if standing and not self._queue.about_done(self._book.seconds_left(Work.PREFILL, place, now), takes):
                 return None
-            admission.planned("n")
-            self.begun.append((round((self._clock.now() - self._since) * 1000), name))
+            place.take_prompt(asked.key, asked.prompt, now)
+            given.append(now)
+            self.begun.append((round((now - self._since) * 1000), name))
             return True
 
         try:
             await admission.begin(begin, lambda: "m")
             async with self._busy:
                 await asyncio.sleep(asked.prompt / 1000)
-            admission.computed()
+            place.drop_prompt(asked.key, asked.prompt)
+            self._book.computed(Work.PREFILL, place, asked.prompt, given.pop(), self._clock.now())
+            self._queue.room_changed()
             await asyncio.sleep(answer)
         finally:
+            if given:
+                place.drop_prompt(asked.key, asked.prompt)
             admission.end()
 
 

@@ -24,7 +24,7 @@ async def test_the_queue_is_served_by_priority_then_arrival() -> None:
 async def test_without_pressure_the_loop_gets_no_turn() -> None:
     """A coroutine that does not wait ends at its first step."""
     setup = QueueSetup()
-    admission = Admission(setup.queue, setup.clock, ASKED)
+    admission = Admission(setup.queue, ASKED)
     step = admission.begin(lambda _: "begun", lambda: "m")
     with pytest.raises(StopIteration) as ended:
         step.send(None)
@@ -275,7 +275,7 @@ async def test_one_that_has_been_cancelled_is_not_begun() -> None:
 async def test_an_error_of_the_attempt_is_its_own(error: Exception) -> None:
     setup = QueueSetup()
     await setup.start("a")
-    admission = Admission(setup.queue, setup.clock, ASKED)
+    admission = Admission(setup.queue, ASKED)
 
     def fail(_: Standing) -> str | None:
         raise error

@@ -11,6 +11,7 @@ from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, choose, plan
 from pdproxy.planning.plan_types import NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
 from pdproxy.request import LocalReason
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
+from tests.fakes.views import view_of
 
 POLICY = PlanPolicy(LEAST_LOADED)
 FAIL = PlanPolicy(LEAST_LOADED, OnPrefillFailure.FAIL)
@@ -24,7 +25,7 @@ def view(name: str, active: int = 0, state: State = State.UP, **more: object) ->
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
     of_view = {key: more.pop(key) for key in ("share", "trials") if key in more}
     node = Node(name, f"http://{name}", role, **{"model": "tiny", **more})  # type: ignore[arg-type]
-    return NodeView(node, state, active, **of_view)  # type: ignore[arg-type]
+    return view_of(node, state, active, **of_view)  # type: ignore[arg-type]
 
 
 def make(
@@ -112,13 +113,6 @@ def test_what_cannot_be_disaggregated_is_planned_locally() -> None:
     assert made == Plan(None, view("d1").node, LocalReason.PROMPT_LOGPROBS)
 
 
-def test_a_short_prompt_is_planned_locally() -> None:
-    policy = PlanPolicy(LEAST_LOADED, local_below_tokens=100)
-    assert make(view("p1"), view("d1"), needs=PlanInput("tiny", prompt_tokens=99), policy=policy).prefill is None
-    assert make(view("p1"), view("d1"), needs=PlanInput("tiny", prompt_tokens=100), policy=policy).prefill is not None
-    assert make(view("p1"), view("d1"), needs=PlanInput("tiny"), policy=policy).prefill is not None
-
-
 def test_an_unknown_model_is_not_the_same_as_one_that_is_down() -> None:
     views = (view("p1"), view("d1", 0, State.DOWN, aliases=("lora",)))
     with pytest.raises(UnknownModel) as unknown:
@@ -138,7 +132,7 @@ def test_a_node_whose_model_is_not_known_yet_may_be_the_one() -> None:
 def test_models_live_apart() -> None:
     views = (view("p1"), view("d1"), view("p2", model="big"), view("d2", model="big"))
     assert names(make(*views, needs=PlanInput("big"))) == ("p2", "d2")
-    assert Snapshot(views).roster.models == ("big", "tiny")
+    assert Snapshot(views).models == ("big", "tiny")
 
 
 def test_an_adapter_pairs_where_both_nodes_have_it() -> None:

@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.bench.plan_cost import pool_of, requests
+from pdproxy.nodes.load import Load, Work
 from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, Role, Snapshot, State
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
-from pdproxy.planning.cache_aware import CacheAware, Market
-from pdproxy.planning.cost import Price
+from pdproxy.planning.cache_aware import CacheAware, Comparison
+from pdproxy.planning.cost import Cost
 from pdproxy.planning.plan import LEAST_LOADED, Candidates, PlanPolicy
 from pdproxy.planning.plan_types import PlanInput
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
-from pdproxy.planning.rates import Rates, Work
+from tests.fakes.views import view_of
 
 MOST_CALLS = 120
 """Python functions that one request's plan and its two legs call."""
@@ -54,7 +55,7 @@ def test_a_plan_of_many_nodes_calls_no_more_functions_than_one_of_few() -> None:
 
 def view(name: str, active: int, weight: float = 1.0) -> NodeView:
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
-    return NodeView(Node(name, f"http://{name}", role, "m", weight=weight), State.UP, active)
+    return view_of(Node(name, f"http://{name}", role, "m", weight=weight), State.UP, active)
 
 
 def every_lightest_pair(prefills: list[NodeView], decodes: list[NodeView], bars: Bars) -> list[tuple[str, str]]:
@@ -93,10 +94,10 @@ def test_bars_do_not_make_a_plan_try_all_pairs(barred: int) -> None:
 
 
 class Unbounded:
-    """A price that says nothing of what nodes ask at least which have cached nothing: all of them are priced."""
+    """A cost that says nothing of what nodes cost at least which have cached nothing: all of them are looked at."""
 
-    def __init__(self, price: Price) -> None:
-        self.fresh, self.quote = price.fresh, price.quote
+    def __init__(self, cost: Cost) -> None:
+        self.fresh, self.at = cost.fresh, cost.at
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
         """Less than any."""
@@ -109,29 +110,31 @@ def loaded(name: str, role: Role, draw: st.DrawFn) -> NodeView:
     node = Node(name, f"http://{name}", role, "m", weight=draw(st.sampled_from([1.0, 1.0, 0.3])), capacity=capacity)
     queued, held = draw(st.integers(0, 4000)), Footprint(draw(st.integers(0, 1200)), legs)
     share = draw(st.sampled_from([1.0, 1.0, 0.3]))
-    return NodeView(node, State.UP, legs, share, legs=(legs,), queued=(queued,), held=(held,))
+    return view_of(node, State.UP, legs, share, legs=(legs,), queued=(queued,), held=(held,))
 
 
 @st.composite
-def markets(draw: st.DrawFn) -> Market:
+def comparisons(draw: st.DrawFn) -> Comparison:
     """A prompt of which some nodes have a part, before nodes of different pace."""
     views = [loaded(f"{role}{index}", role, draw) for role in Role for index in range(draw(st.integers(1, 6)))]
-    rates, tokens = Rates(), draw(st.integers(1, 4000))
+    book, tokens = Load(), draw(st.integers(1, 4000))
     names, seconds = st.sampled_from([view.name for view in views]), st.floats(0.001, 0.1)
-    for name, work, took in draw(st.lists(st.tuples(names, st.sampled_from(Work), seconds), max_size=8)):
-        rates.computed(work, Place(name), tokens, 1.0, 1.0 + took)
+    learning = st.tuples(st.sampled_from(views), st.sampled_from(Work), seconds)
+    for learned, work, took in draw(st.lists(learning, max_size=8)):
+        book.took(work, learned.lightest, tokens, took)
+        book.prefilled(learned.lightest, 1, took, 1.0, 1.0 + took)
     cached = draw(st.dictionaries(names, st.integers(1, tokens), max_size=4))
     hits = {Place(name): Hit(part, draw(st.integers(0, part))) for name, part in cached.items()}
-    needs = PlanInput("m", prefix=PromptHits(tokens, HitSource.EVENTS, hits), rates=rates)
-    return Market(CacheAware(), Candidates(Snapshot(tuple(views)), needs))
+    needs = PlanInput("m", prefix=PromptHits(tokens, HitSource.EVENTS, hits))
+    return Comparison(CacheAware(), Candidates(Snapshot(tuple(views), load=book), needs))
 
 
 @settings(max_examples=200)  # few of them have nodes that cost nearly the same
-@given(markets(), st.integers(0, 20))
-def test_nodes_that_are_not_priced_could_not_have_been_chosen(market: Market, turn: int) -> None:
-    prices: list[tuple[Price, Role]] = [
-        (market.prefill, Role.PREFILL), (market.hand_over, Role.DECODE), (market.local, Role.DECODE)
+@given(comparisons(), st.integers(0, 20))
+def test_nodes_that_are_not_looked_at_could_not_have_been_chosen(compared: Comparison, turn: int) -> None:
+    costs: list[tuple[Cost, Role]] = [
+        (compared.prefill, Role.PREFILL), (compared.hand_over, Role.DECODE), (compared.local(), Role.DECODE)
     ]  # fmt: skip
-    for price, role in prices:
-        views, hits = market.candidates.open(role), market.hits(role)
-        assert market.best(price, views, hits, turn) == market.best(Unbounded(price), views, hits, turn)
+    for cost, role in costs:
+        views, hits = compared.candidates.open(role), compared.hits(role)
+        assert compared.best(cost, views, hits, turn) == compared.best(Unbounded(cost), views, hits, turn)

@@ -10,12 +10,13 @@ from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput
 from pdproxy.planning.policies import policy_named
 from pdproxy.settings.types import Routing
+from tests.fakes.views import view_of
 
 
 def view(name: str, active: int = 0, state: State = State.UP, **more: object) -> NodeView:
     """A node whose role is its first letter."""
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
-    return NodeView(Node(name, f"http://{name}", role, "m", **more), state, active)  # type: ignore[arg-type]
+    return view_of(Node(name, f"http://{name}", role, "m", **more), state, active)  # type: ignore[arg-type]
 
 
 _VIEWS = st.lists(

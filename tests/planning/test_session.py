@@ -14,6 +14,7 @@ from pdproxy.observe.labels import Affinity
 from pdproxy.planning.plan import PlanPolicy, choose, plan
 from pdproxy.planning.plan_types import Plan, PlanInput
 from pdproxy.planning.session import MOST_OF_MEAN, SPARE, Session
+from tests.fakes.views import view_of
 
 POLICY = PlanPolicy(Session())
 KEYS = [hash64(f"conversation {number}") for number in range(3000)]
@@ -24,7 +25,7 @@ def view(name: str, active: int = 0, state: State = State.UP, share: float = 1.0
     """A node whose role is its first letter."""
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
     node = Node(name, f"http://{name}", role, "m", **more)  # type: ignore[arg-type]
-    return NodeView(node, state, active, share)
+    return view_of(node, state, active, share)
 
 
 def fleet(prefills: int, decodes: int) -> list[NodeView]:

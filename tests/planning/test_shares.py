@@ -1,18 +1,14 @@
-"""What runs of each key, which of them run more than their shares, and how much prefill nodes still have to do."""
-
-import math
+"""What runs of each key, and which of them run more than their shares."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.planning.shares import (
-    MOST_NODES,
     NO_LIMITS,
     PRESENT_SECONDS,
     KeyLimits,
     KeyShares,
     LimitsByKey,
-    PrefillBacklog,
     Standing,
 )
 
@@ -125,62 +121,3 @@ def test_not_all_keys_are_over_their_shares_and_nothing_is_left(prompts: list[tu
         shares.ended(key, float(cost))
     assert not any(over(shares, key, 0.0) or shares.running(key) for key in "abc")
     assert not shares._costs
-
-
-def test_how_long_a_node_needs_is_learned_from_what_it_has_computed() -> None:
-    backlog = PrefillBacklog()
-    assert backlog.seconds("n", 0.0) == 0.0
-    backlog.add("n", "k", 1000, 0.0)
-    assert backlog.seconds("n", 0.5) == math.inf
-    backlog.add("n", "k", 1000, 1.0)
-    backlog.computed("n", "k", 1000, 2.0)
-    assert backlog.seconds("n", 2.0) == 2.0, "a thousand tokens took it two seconds"
-    assert backlog.seconds("n", 3.5) == 0.5
-    assert backlog.seconds("n", 9.0) == 0.0, "late, but not before its time"
-    backlog.drop("n", "k", 1000)
-    backlog.add("n", "k", 500, 20.0)
-    backlog.add("n", "k", 500, 20.0)
-    assert backlog.seconds("n", 20.0) == 2.0
-    assert backlog.seconds("n", 30.0) == 1.0, "what comes after the one that it computes is still whole"
-
-
-def test_a_node_whose_prompts_take_now_more_now_less_is_not_about_done_too_early() -> None:
-    backlog, now = PrefillBacklog(), 0.0
-    for number in range(100):
-        backlog.add("n", "k", 100, now)
-        now += 3.0 if number % 2 else 1.0
-        backlog.computed("n", "k", 100, now)
-    backlog.add("n", "k", 100, now)
-    assert 2.8 < backlog.seconds("n", now) < 3.4, "two on the mean, and one more or less"
-    assert 0.8 < backlog.seconds("n", now + 2.0) < 1.4
-    assert backlog.seconds("n", now + 4.0) == 0.0
-
-
-def test_how_long_a_prompt_takes_a_node_is_known_once_it_has_computed_one() -> None:
-    backlog = PrefillBacklog()
-    assert backlog.takes("n", 100) == 0.0
-    backlog.add("n", "k", 1000, 0.0)
-    assert backlog.takes("n", 100) == 0.0
-    backlog.computed("n", "k", 1000, 2.0)
-    assert backlog.takes("n", 500) == 1.0
-
-
-def test_the_keys_whose_prompts_a_node_has_are_known() -> None:
-    backlog = PrefillBacklog()
-    for key in ("a", "a", "b"):
-        backlog.add("n", key, 10, 0.0)
-    backlog.computed("n", "a", 10, 1.0)
-    assert set(backlog.keys("n")) == {"a", "b"}
-    backlog.drop("n", "a", 10)
-    assert set(backlog.keys("n")) == {"b"}
-    assert not backlog.keys("another")
-
-
-def test_nodes_that_have_left_are_forgotten() -> None:
-    backlog = PrefillBacklog()
-    backlog.add("stays", "k", 10, 0.0)
-    for number in range(3 * MOST_NODES):
-        backlog.add(f"n{number}", "k", 1, 0.0)
-        backlog.computed(f"n{number}", "k", 1, 0.0)
-    assert len(backlog) <= MOST_NODES
-    assert backlog.seconds("stays", 0.0) == math.inf

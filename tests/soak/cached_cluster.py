@@ -26,7 +26,6 @@ from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationCont
 from pdproxy.orchestration.prefix_source import CombinedSource
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.prefix_index import PrefixIndex
-from pdproxy.planning.rates import Rates
 from pdproxy.planning.renderings import Renderings
 from pdproxy.planning.text_index import TextIndex
 from tests.fakes.kv_transfer import FakeKvTransfer
@@ -85,15 +84,14 @@ class CachedCluster(LoopbackCluster):
         self._subscriber = EventSubscriber(
             self.pool, self.transport, self.caches, self.clock, metrics.events, waits=WAITS
         )
-        rates = Rates()
         background = Background(self.clock, metrics.task_failed)
         texts = TextPrefixSource(self.pool, self.clock, TextIndex(1000, renderings=Renderings(20_000)))
-        finder = HashFinder(texts, token_ids, rates)
+        finder = HashFinder(texts, token_ids, self.pool.load)
         self._exact = EventPrefixSource(self.pool, self.caches, finder, self.clock, metrics.events, background)
         source = CombinedSource(self._exact, texts)
         return OrchestrationContext(
             self.transport, self.pool, metrics, self.clock, config,
-            rates=rates, prefix_source=source, background=background,
+            prefix_source=source, background=background,
         )  # fmt: skip
 
     async def close(self) -> None:

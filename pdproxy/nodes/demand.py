@@ -12,9 +12,6 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
-
-from pdproxy.planning.prefix import Place
 
 MINUTE = 60.0
 KEPT, WINDOW = 60, 5
@@ -23,30 +20,6 @@ KEPT_OF_PACE = 0.95
 """Of a sample's weight at each further sample of as many streams: the last twenty count."""
 LEAST_TOKENS = 8
 """Of an answer that tells how quickly its tokens came."""
-MOST_PLACES = 65536
-
-
-class Prefilled(NamedTuple):
-    """A prefill leg went well. Monotonic seconds.
-
-    Attributes:
-        ranks: of the node, of which the place is one; 1 where vLLM chose the rank, and the whole node stands for it.
-        arrived: when the prompt came to the proxy.
-    """
-
-    place: Place
-    ranks: int
-    arrived: float
-    began: float
-    ended: float
-
-
-class Decoded(NamedTuple):
-    """A stream ended: ``streams`` with itself ran on its node then, and its ``tokens`` came in so many seconds."""
-
-    streams: int
-    tokens: int
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,23 +82,18 @@ class Demand:
 
     def __init__(self) -> None:
         self._minutes: dict[int, _Minute] = {}
-        self._last_end: dict[Place, float] = {}
         self._pace: dict[int, float] = {}
         """Seconds between tokens, by the number of streams on the node, rounded up to a power of two."""
 
-    def prefilled(self, done: Prefilled) -> None:
-        """A prefill place computed a prompt, after those that it had begun before."""
-        place, ended = done.place, done.ended
-        since = max(done.began, self._last_end.get(place, done.began))
-        if place not in self._last_end and len(self._last_end) >= MOST_PLACES:
-            self._last_end.clear()
-        self._last_end[place] = max(ended, since)
-        self._minute(done.arrived, ended).prefill_seconds += max(0.0, ended - since) / done.ranks
+    def prefilled(self, arrived: float, seconds: float, now: float) -> None:
+        """A prompt kept a prefill node busy for so long; it came to the proxy at that monotonic second."""
+        self._minute(arrived, now).prefill_seconds += seconds
 
-    def decoded(self, done: Decoded) -> None:
-        """A stream ended."""
-        if done.tokens >= LEAST_TOKENS and done.streams > 0:
-            size, pace = 1 << (done.streams - 1).bit_length(), done.seconds / done.tokens
+    def decoded(self, streams: int, tokens: int, seconds: float) -> None:
+        """A stream ended, of so many tokens that came in so many seconds; so many streams, with itself, ran on its node
+        then."""
+        if tokens >= LEAST_TOKENS and streams > 0:
+            size, pace = 1 << (streams - 1).bit_length(), seconds / tokens
             known = self._pace.get(size, pace)
             self._pace[size] = known * KEPT_OF_PACE + pace * (1 - KEPT_OF_PACE)
 
@@ -170,10 +138,12 @@ class Demand:
 
     def _minute(self, when: float, now: float) -> _Minute:
         number = math.floor(when / MINUTE)
-        if number not in self._minutes:
+        minute = self._minutes.get(number)
+        if minute is None:
             oldest = math.floor(now / MINUTE) - KEPT
             self._minutes = {n: minute for n, minute in self._minutes.items() if n > oldest}
-        return self._minutes.setdefault(number, _Minute())
+            minute = self._minutes[number] = _Minute()
+        return minute
 
 
 def streams_each(pace: Mapping[int, float], token_seconds: float) -> int | None:

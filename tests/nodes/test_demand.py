@@ -2,18 +2,16 @@
 
 import pytest
 
-from pdproxy.planning.demand import KEPT, MINUTE, Advice, Decoded, Demand, Limit, Prefilled, Wanted, streams_each
-from pdproxy.planning.prefix import Place
+from pdproxy.nodes.demand import KEPT, MINUTE, Advice, Demand, Limit, Wanted, streams_each
 
 WANTED = Wanted(prefill_busy=0.5, cache_fill=0.8, token_seconds=0.05)
-P0, P1 = Place("p0", 0), Place("p1", 0)
 
 
 def prefills(demand: Demand, minutes: range, seconds: float, *, delay: float = 0.0) -> None:
     """A prompt each minute, which takes one node so long, and begins to be computed so late."""
     for minute in minutes:
         arrived = minute * MINUTE
-        demand.prefilled(Prefilled(P0, 1, arrived, arrived + delay, arrived + delay + seconds))
+        demand.prefilled(arrived, seconds, arrived + delay + seconds)
 
 
 def test_nothing_was_asked() -> None:
@@ -43,27 +41,13 @@ def test_what_an_overloaded_node_computes_late_counts_when_it_was_asked() -> Non
     """Ten prompts of half a minute, all in one minute: five minutes of one node, one minute of five."""
     demand = Demand()
     for number in range(10):
-        demand.prefilled(Prefilled(P0, 1, 0.0, 0.0, 30.0 * (number + 1)))
+        demand.prefilled(0.0, 30.0, 30.0 * (number + 1))
     late = demand.advice(5 * MINUTE - 1, WANTED)
     assert late.prefill == pytest.approx(300 / (5 * 60) / 0.5)
     again = Demand()
-    for number in range(10):
-        again.prefilled(Prefilled(Place(f"p{number}", 0), 1, 0.0, 0.0, 30.0))
+    for _ in range(10):
+        again.prefilled(0.0, 30.0, 30.0)
     assert again.advice(5 * MINUTE - 1, WANTED).prefill == pytest.approx(late.prefill)
-
-
-def test_prompts_beside_each_other_take_their_node_once() -> None:
-    demand = Demand()
-    demand.prefilled(Prefilled(P0, 1, 0.0, 0.0, 30.0))
-    demand.prefilled(Prefilled(P0, 1, 0.0, 0.0, 30.0))
-    demand.prefilled(Prefilled(P1, 1, 0.0, 0.0, 30.0))
-    assert demand.advice(1.0, WANTED).prefill == pytest.approx(60 / 60 / 0.5)
-
-
-def test_a_rank_is_a_part_of_its_node() -> None:
-    demand = Demand()
-    demand.prefilled(Prefilled(P0, 4, 0.0, 0.0, 60.0))
-    assert demand.advice(1.0, WANTED).prefill == pytest.approx(1 / 4 / 0.5)
 
 
 def test_what_is_older_than_an_hour_is_forgotten() -> None:
@@ -95,7 +79,7 @@ def test_what_waits_for_room_counts_as_what_runs() -> None:
 def test_decode_nodes_by_how_quickly_tokens_come() -> None:
     demand = Demand()
     for streams, pace in ((8, 0.02), (16, 0.04), (32, 0.08)):
-        demand.decoded(Decoded(streams, 100, 100 * pace))
+        demand.decoded(streams, 100, 100 * pace)
     demand.observed(0.0, streams=48, waiting=0, caches=1.0)
     advice = demand.advice(1.0, WANTED)
     assert advice.decode == pytest.approx(48 / 16)
@@ -104,7 +88,7 @@ def test_decode_nodes_by_how_quickly_tokens_come() -> None:
 
 def test_tokens_that_always_came_quickly_enough_limit_nothing() -> None:
     demand = Demand()
-    demand.decoded(Decoded(3, 100, 1.0))
+    demand.decoded(3, 100, 1.0)
     demand.observed(0.0, streams=3, waiting=0, caches=0.0)
     advice = demand.advice(1.0, WANTED)
     assert (advice.decode, advice.limit, advice.streams_each) == (0.0, Limit.NOTHING, None)
@@ -127,14 +111,14 @@ def test_how_many_streams_a_node_carries(pace: dict[int, float], each: int | Non
 def test_the_newest_samples_of_a_pace_count() -> None:
     """Nodes that became slow carry fewer streams; an answer of three tokens tells nothing."""
     demand = Demand()
-    demand.decoded(Decoded(2, 100, 1.0))
-    demand.decoded(Decoded(4, 100, 1.0))
-    demand.decoded(Decoded(8, 100, 9.0))
+    demand.decoded(2, 100, 1.0)
+    demand.decoded(4, 100, 1.0)
+    demand.decoded(8, 100, 9.0)
     assert demand.advice(0.0, WANTED).streams_each is None  # nothing was observed yet
     demand.observed(0.0, 8, 0, 0.0)
     assert demand.advice(0.0, WANTED).streams_each == 4
-    demand.decoded(Decoded(4, 3, 9.0))
+    demand.decoded(4, 3, 9.0)
     assert demand.advice(0.0, WANTED).streams_each == 4
     for _ in range(100):
-        demand.decoded(Decoded(4, 100, 9.0))
+        demand.decoded(4, 100, 9.0)
     assert demand.advice(0.0, WANTED).streams_each == 2
