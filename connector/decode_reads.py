@@ -268,14 +268,17 @@ class ReadTracker:
         to_return = []
         for request_id in finished:
             read = self._reads.pop(request_id, None)
-            if read is not None and request_id in failed and self._outcome(read).leaves_lease:
+            if read is not None and request_id in failed and self._end(read).outcome.leaves_lease:
                 to_return.append(TicketToReturn(read.request, read.nonce))
         return [ticket for ticket in to_return if not self._awaits_transfer(ticket)]
 
-    def ends(self, finished: Iterable[str], failed: Collection[str]) -> list[tuple[Any, ReadOutcome]]:
+    def ends(self, finished: Iterable[str], failed: Collection[str]) -> list[tuple[Any, ReadEnd]]:
         """The requests of reads that have ended on all ranks, and how; must precede `on_reads_finished`."""
         reads = ((name, self._reads[name]) for name in finished if name in self._reads)
-        return [(read.request, self._outcome(read) if name in failed else ReadOutcome.VERIFIED) for name, read in reads]
+        return [
+            (read.request, self._end(read) if name in failed else ReadEnd(read.nonce, ReadOutcome.VERIFIED))
+            for name, read in reads
+        ]
 
     def _awaits_transfer(self, ticket: TicketToReturn) -> bool:
         """Whether a transfer of this read is live; its end decides whether the ticket must be given back."""
@@ -290,6 +293,6 @@ class ReadTracker:
             del self._reads[request.request_id]
             self.return_ticket(TicketToReturn(request, self._make_nonce()))
 
-    def _outcome(self, read: _Read) -> ReadOutcome:
+    def _end(self, read: _Read) -> ReadEnd:
         """The ranks' report; a failure without one is a transfer that failed."""
-        return ReadOutcome.TRANSFER_FAILED if read.end is None else read.end.outcome
+        return ReadEnd(read.nonce, ReadOutcome.TRANSFER_FAILED) if read.end is None else read.end

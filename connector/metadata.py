@@ -74,23 +74,26 @@ _SEVERITY = {outcome: rank for rank, outcome in enumerate(ReadOutcome)}
 class ReadEnd:
     """The end of one read. Reported in the step in which the request is in `finished_recving`, or earlier.
 
-    Bytes are added up over ranks; the outcome is the worst of them.
+    Bytes are added up over ranks; the outcome is the worst of them. `why`: of that one, where more is known.
     """
 
     nonce: str
     outcome: ReadOutcome
     attention_bytes: int = 0
     state_bytes: int = 0
+    why: str = ""
 
     def merged(self, other: "ReadEnd") -> "ReadEnd":
         """Both ranks' ends of one read; of two reads, the other's (the newer)."""
         if other.nonce != self.nonce:
             return other
+        worst = max(self, other, key=lambda end: _SEVERITY[end.outcome])
         return ReadEnd(
             nonce=self.nonce,
-            outcome=max(self.outcome, other.outcome, key=_SEVERITY.__getitem__),
+            outcome=worst.outcome,
             attention_bytes=self.attention_bytes + other.attention_bytes,
             state_bytes=self.state_bytes + other.state_bytes,
+            why=worst.why,
         )
 
 

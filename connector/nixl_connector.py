@@ -33,7 +33,8 @@ On the wire (HTTP), all under `kv_transfer_params`:
     prefill leg   {"do_remote_decode": true, "pdproxy_hand_over": ID, "pdproxy_readers": n}; both of ours optional
     its answer    vLLM's ticket + {"pdproxy": {"v": 2, "digest", "fingerprint", "block_sizes", "readers", "issued_at",
                   "signature"}}
-    decode leg    the answer's dict, as it is
+    decode leg    the answer's dict, as it is; with "pdproxy_explain": true, what became of it is in the answer
+                  (`read_reports`)
     release       {"pdproxy_release": ID} with any one-token request to the same node and data-parallel rank
     resumed       {"pdproxy_resume": ...} beside any of these, or alone: `resume_order`; made by the node itself
 On the wire between nodes (the side channel): `messages`, over `zmtp` frames, served by `tcp_server`.
@@ -251,9 +252,10 @@ def node_info(vllm_config: VllmConfig, config: ConnectorConfig, environ: Mapping
     `mamba_*`, `*dtype`, `ssm_layout` and both versions agree and their roles differ. `resume`: a stream can be sent to
     the node's own route, and go on there when its node has died. `max_num_batched_tokens`: of a prefill's step, and
     only where one ends is there a state that vLLM could keep. (`long_prefill_token_threshold` does not bound the steps
-    of a prompt that is alone.)
+    of a prompt that is alone.) `side_channel`: where decode nodes are told to ask this one (its first data-parallel rank).
     """
     from vllm import __version__ as vllm_version
+    from vllm import envs
 
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
     resumes = has_endpoints(environ) and SECRET_VARIABLE in environ
@@ -271,11 +273,16 @@ def node_info(vllm_config: VllmConfig, config: ConnectorConfig, environ: Mapping
         "ssm_layout": os.environ.get(STATE_LAYOUT, "default"),
         "failure_policy": str(transfer.kv_load_failure_policy),
         "lease_seconds": f"{config.lease_duration:g}",
+        "side_channel": _address(envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT),
         "signed": str(bool(config.keys)).lower(),
         "resume": str(resumes and engine_resumes(vllm_config)).lower(),
         "connector_version": connector_version(),
         "vllm_version": str(vllm_version),
     }
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def connector_version() -> str:

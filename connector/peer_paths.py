@@ -77,11 +77,12 @@ class _State(StrEnum):
 
 @dataclass(slots=True)
 class _Path:
-    """`since`: when it was barred; `wanted`: when its last ticket came; `due`: of the next probe. `pause`: after the
+    """`why`: what is known of the read besides its `reason`; `since`: when it was barred; `wanted`: when its last ticket came; `due`: of the next probe. `pause`: after the
     next probe that fails. `relapses`: how often it was barred again without a verified read in between. `passed`: ranks
     whose probe of this number has passed; `probing`: it is under way."""
 
     reason: ReadOutcome
+    why: str
     since: float
     wanted: float
     due: float
@@ -109,15 +110,15 @@ class PeerPaths:
         """How many peers are being probed: an idle engine must step on for them."""
         return self._shown
 
-    def on_read_ended(self, peer: Peer, outcome: ReadOutcome, now: float) -> None:
-        """A read from the peer ended on a rank, or on all of them."""
+    def on_read_ended(self, peer: Peer, outcome: ReadOutcome, now: float, why: str = "") -> None:
+        """A read from the peer ended on a rank, or on all of them. `why`: what more is known of it."""
         path = self._paths.get(peer)
         if outcome is ReadOutcome.VERIFIED:
             if path is not None:
                 self._open(peer, path, now)
                 del self._paths[peer]
         elif outcome in PATH_FAILURES and (path is None or path.state is _State.OPEN):
-            self._bar(peer, outcome, 0 if path is None else path.relapses + 1, now)
+            self._bar(peer, outcome, why, 0 if path is None else path.relapses + 1, now)
         self._show(now)
 
     def barred(self, peer: Peer, now: float) -> ReadOutcome | None:
@@ -128,6 +129,11 @@ class PeerPaths:
         path.wanted = now
         self._show(now)
         return path.reason
+
+    def why(self, peer: Peer) -> str:
+        """What more is known of the read that barred the peer."""
+        path = self._paths.get(peer)
+        return "" if path is None else path.why
 
     def pop_probes(self, now: float) -> dict[int, Peer]:
         """The probes that every rank is to begin now, by number."""
@@ -170,9 +176,9 @@ class PeerPaths:
         else:
             self._open(peer, path, now)
 
-    def _bar(self, peer: Peer, reason: ReadOutcome, relapses: int, now: float) -> None:
+    def _bar(self, peer: Peer, reason: ReadOutcome, why: str, relapses: int, now: float) -> None:
         before = self._paths.pop(peer, None)
-        self._paths[peer] = _Path(reason, now, now, now, relapses=min(relapses, 16))
+        self._paths[peer] = _Path(reason, why, now, now, now, relapses=min(relapses, 16))
         if before is not None and before.probing:
             self._probed.pop(before.number, None)
         if len(self._paths) > MOST_PEERS:

@@ -25,6 +25,7 @@ from connector.metadata import ConnectorMetadata, WorkerReport
 from connector.node_fingerprint import lora_settings
 from connector.peer_paths import Peer, PeerPaths
 from connector.prefill_tickets import HandOvers, TicketIssuer
+from connector.read_reports import NOT_NEEDED, ReadReports
 from connector.resume_order import engine_secret
 from connector.resumed_requests import ResumedRequests, ResumeLimits
 from connector.scheduler_base import SchedulerBase
@@ -89,6 +90,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         self.set_fingerprint(self._fingerprint)
         self._given_back: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._paths = PeerPaths(self._ranks, self.counters)
+        self._reports = ReadReports()
         self._adapters = Adapters(lora_settings(vllm_config))
         self._token_accounting = TokenAccounting(self.counters)
         at_once = vllm_config.max_concurrent_batches
@@ -108,6 +110,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         """Validate the request's `kv_transfer_params`, which any client may have written. vLLM sees clean ones or
         none."""
         if not isinstance(request.kv_transfer_params, ValidatedParams):
+            self._reports.begin(request.request_id, request.kv_transfer_params)
             action = self._validator.validate(request.kv_transfer_params, self._facts(request))
             params = self._begin(request, action)
             request.kv_transfer_params = None if params is None else ValidatedParams(params)
@@ -136,6 +139,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
                 self._tickets.release(hand_over)
             case Refusal(reason, detail):
                 self.counters.refused(reason)
+                self._reports.note(request.request_id, reason, detail)
                 log.warning(_REFUSED, request.request_id, reason, detail)
         return None
 
@@ -179,9 +183,11 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
 
     def _is_barred(self, request: "Request") -> bool:
         """Whether the ticket's engine is barred. Then the ticket is given back here, before the request has blocks."""
-        reason = self._paths.barred(Peer.of(request.kv_transfer_params), time.monotonic())
+        peer = Peer.of(request.kv_transfer_params)
+        reason = self._paths.barred(peer, time.monotonic())
         if reason is None:
             return False
+        self._reports.note(request.request_id, reason, self._paths.why(peer))
         self.counters.ticket_barred(reason)
         self._give_back(request)
         return True
@@ -218,6 +224,8 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         if reads:
             every = [block for group in blocks.blocks for block in group]
             hit = self._ticket_tokens(request) - num_external_tokens
+            if not num_external_tokens:
+                self._reports.note(request.request_id, NOT_NEEDED)
             self._reads.start(request.request_id, blocks=every, hit=hit, pull=num_external_tokens)
 
     def _plan_tokens(self, request: "Request", pulled: int, allocated: "KVCacheBlocks | None") -> None:
@@ -272,8 +280,9 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             self._token_accounting.on_read_verified(request_id)
         for request_id in finished & failed:
             self._token_accounting.forget(request_id)
-        for request, outcome in self._reads.ends(finished, failed):
-            self._paths.on_read_ended(Peer.of(request.kv_transfer_params), outcome, time.monotonic())
+        for request, end in self._reads.ends(finished, failed):
+            self._reports.note(request.request_id, end.outcome, end.why)
+            self._paths.on_read_ended(Peer.of(request.kv_transfer_params), end.outcome, time.monotonic(), end.why)
         for ticket in self._reads.on_reads_finished(finished, failed):
             self._return_ticket(ticket)
 
@@ -290,6 +299,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Answer a prefill leg with a ticket and keep its blocks; of every other request nothing is held."""
         request_id = request.request_id
+        report = self._reports.take(request_id)
         if request.num_output_tokens > 0:
             # The end of a load that ran within a step is not reported in any other way.
             self._token_accounting.on_loaded(request_id, request.num_computed_tokens)
@@ -299,7 +309,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         if not (request.kv_transfer_params or {}).get("do_remote_decode"):
             held, answer = super().request_finished(request, block_ids)
             self._reads.on_request_finished(request)
-            return held, answer
+            return held, {**(answer or {}), **report} if report else answer
         adapter = self._adapters.content(request.lora_request)
         wanted = self._tickets.is_wanted(request_id) and not adapter.unknown
         # Without blocks there is nothing for vLLM to hold.

@@ -30,6 +30,7 @@ from connector.leases import Aliases, LeaseReads
 from connector.messages import Question
 from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, WorkerReport
 from connector.notifs import Heartbeat, ReadDone, parse_notif, with_nonce
+from connector.peer_engines import CannotRead
 from connector.pending_reads import PendingReads, ReturnOutcome, TicketReturn, TicketReturns
 from connector.stats import ConnectorStats
 from connector.worker_base import ReadSource, WorkerBase, is_awaited
@@ -48,6 +49,8 @@ log = logging.getLogger("vllm.pdproxy.worker")
 IDLE_READ_WAIT, IDLE_VERDICT_WAIT, IDLE_POLL = 0.003, 0.004, 0.0002
 """Seconds that a step with nothing to compute waits at most for the end of a read, and then for its verdict; between
 two looks at the read. The next step would see them more than 1 ms later: so long vLLM's engine sleeps."""
+
+_DOES_NOT_FIT = CannotRead(ReadOutcome.INCOMPATIBLE, "the ticket's blocks do not fit what this node has")
 
 
 class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
@@ -151,7 +154,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
             self._recv_failures.add(req_id)
             return
         if not self._pair(req_id, meta):
-            self._sources[req_id].outcome = ReadOutcome.INCOMPATIBLE
+            self._sources[req_id].failure = _DOES_NOT_FIT
             self._recv_failures.add(req_id)
         if req_id in self._recving_transfers:
             self._sources[req_id].incarnation = self._peer_engines.incarnation(meta.remote.engine_id)

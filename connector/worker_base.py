@@ -124,13 +124,13 @@ def preserve_cpu_affinity() -> Iterator[None]:
 
 @dataclass(slots=True)
 class ReadSource:
-    """Where a read is from. `incarnation`: of the run whose memory it reads; `outcome`: why it failed, where known;
+    """Where a read is from. `incarnation`: of the run whose memory it reads; `failure`: why it failed, where known;
     `in_flight`: NIXL took all of its transfers."""
 
     request: MetadataRequest
     incarnation: str = ""
     in_flight: bool = False
-    outcome: ReadOutcome | None = None
+    failure: CannotRead | None = None
 
 
 class WorkerBase(NixlPullConnectorWorker):
@@ -227,7 +227,7 @@ class WorkerBase(NixlPullConnectorWorker):
             self._deferred[request_id] = meta
         else:
             log.warning("No read for %s from %s:%d (%s): %s.", request_id, *request.address, step.outcome, step.why)
-            self._sources[request_id].outcome = step.outcome
+            self._sources[request_id].failure = step
             self._recv_failures.add(request_id)
         return False
 
@@ -245,15 +245,15 @@ class WorkerBase(NixlPullConnectorWorker):
     def _explain(self, request_id: str, end: ReadEnd) -> ReadEnd:
         """The end of a failed read, with its reason where more is known than that it failed."""
         source = self._sources[request_id]
-        if source.outcome is not None:
-            return replace(end, outcome=source.outcome)
+        if source.failure is not None:
+            return replace(end, outcome=source.failure.outcome, why=source.failure.why)
         if source.in_flight and not self._is_live(end.nonce):
             self._peer_engines.mark_broken([source.request.engine_id])
         if end.outcome is not ReadOutcome.PEER_UNREACHABLE:
             self._peer_engines.mark_stale([source.request.engine_id])
             return end
         failure = self._peer_engines.failure(source.request, time.monotonic())
-        return end if failure is None else replace(end, outcome=failure.outcome)
+        return end if failure is None else replace(end, outcome=failure.outcome, why=failure.why)
 
     def _is_live(self, nonce: str) -> bool:
         """Whether the transfer of a read that was given up has not ended."""
