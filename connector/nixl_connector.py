@@ -252,7 +252,7 @@ def node_info(vllm_config: VllmConfig, config: ConnectorConfig, environ: Mapping
     `mamba_*`, `*dtype`, `ssm_layout` and both versions agree and their roles differ. `resume`: a stream can be sent to
     the node's own route, and go on there when its node has died. `max_num_batched_tokens`: of a prefill's step, and
     only where one ends is there a state that vLLM could keep. (`long_prefill_token_threshold` does not bound the steps
-    of a prompt that is alone.) `side_channel`: where decode nodes are told to ask this one (its first data-parallel rank).
+    of a prompt that is alone.) `side_channel`: the address that its tickets name (of its first data-parallel rank).
     """
     from vllm import __version__ as vllm_version
     from vllm import envs

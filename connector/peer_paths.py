@@ -77,9 +77,10 @@ class _State(StrEnum):
 
 @dataclass(slots=True)
 class _Path:
-    """`why`: what is known of the read besides its `reason`; `since`: when it was barred; `wanted`: when its last ticket came; `due`: of the next probe. `pause`: after the
-    next probe that fails. `relapses`: how often it was barred again without a verified read in between. `passed`: ranks
-    whose probe of this number has passed; `probing`: it is under way."""
+    """`why`: what more is known of the read than its `reason`; `since`: when it was barred; `wanted`: when its last
+    ticket came; `due`: of the next probe. `pause`: after the next probe that fails. `relapses`: how often it was barred
+    again without a verified read in between. `passed`: ranks whose probe of this number has passed; `probing`: it is
+    under way."""
 
     reason: ReadOutcome
     why: str

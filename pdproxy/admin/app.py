@@ -8,7 +8,7 @@ import asyncio
 
 from prometheus_client.exposition import choose_encoder
 
-from pdproxy.admin.context import AdminContext, Readiness, readiness
+from pdproxy.admin.context import SERVES, AdminContext, readiness
 from pdproxy.admin.guard import JSON, App, Receive, Scope, Send, send_answer
 from pdproxy.errors import ClientError
 from pdproxy.request import write_json
@@ -48,7 +48,7 @@ class AdminApp:
     async def _ready(self, _: Scope, send: Send) -> None:
         """Whether requests can be served now."""
         found = readiness(self._context)
-        await send_answer(send, 200 if found is Readiness.READY else 503, JSON, write_json({"status": found}))
+        await send_answer(send, 200 if found in SERVES else 503, JSON, write_json({"status": found}))
 
     async def _metrics(self, scope: Scope, send: Send) -> None:
         """The proxy's metrics, for Prometheus."""

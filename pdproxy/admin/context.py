@@ -13,6 +13,7 @@ from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.cohorts import Cohorts
 from pdproxy.nodes.demand import Advice
 from pdproxy.nodes.drain import Drainer
+from pdproxy.nodes.hand_over_verdict import HandOverVerdict, verdict
 from pdproxy.nodes.node import SERVING, Role, Snapshot
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.context import OrchestrationContext
@@ -63,14 +64,24 @@ class AdminContext:
         """Of the pool's nodes."""
         return Cohorts(self.pool, self.proved)
 
+    @property
+    def hand_overs(self) -> HandOverVerdict:
+        """Whether prompts are handed over."""
+        return verdict(self.pool.snapshot(), self.pool.hand_overs.recent(self.clock.now()))
+
 
 class Readiness(enum.StrEnum):
     """Whether requests can be served now, and what is missing if not."""
 
     READY = "ready"
+    DEGRADED = "degraded"
+    """They can, from decode nodes that compute prompts themselves: hand-overs fail. The page and the log say why."""
     LEAVING = "the proxy is ending"
     NO_DECODE = "no decode node serves"
     NO_PREFILL = "no prefill node serves, and the policy forbids to do without"
+
+
+SERVES = frozenset({Readiness.READY, Readiness.DEGRADED})
 
 
 def readiness(context: AdminContext) -> Readiness:
@@ -83,7 +94,7 @@ def readiness(context: AdminContext) -> Readiness:
         return Readiness.READY if last_resort else Readiness.NO_DECODE
     if context.on_prefill_failure is OnPrefillFailure.FAIL and not _serving(snapshot, Role.PREFILL):
         return Readiness.NO_PREFILL
-    return Readiness.READY
+    return Readiness.DEGRADED if context.hand_overs.why else Readiness.READY
 
 
 def _serving(snapshot: Snapshot, role: Role) -> bool:

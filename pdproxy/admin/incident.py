@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
+from pdproxy.nodes.hand_over_verdict import HandOverVerdict
 from pdproxy.nodes.node import Bars, NodeView, Role, State
 from pdproxy.observe.labels import Outcome
 from pdproxy.orchestration.in_flight import BadEnd, LegFault, RecentEnds
@@ -28,6 +29,8 @@ class Cause(enum.StrEnum):
     NODE = "node"
     PROXY = "proxy"
     """This proxy, its network, or its settings."""
+    HAND_OVERS = "hand_overs"
+    """Nodes serve, and hand nothing over: their settings, or the network between them."""
     LOAD = "load"
     """More is asked than there is room for."""
 
@@ -60,6 +63,7 @@ class Incident:
         nodes: names of those that are out, or on which legs failed.
         what: a sentence for each thing that is wrong.
         since: seconds ago; None while nothing is wrong, and where nobody knows.
+        hand_overs: one line about them, whether something is wrong or not.
     """
 
     cause: Cause
@@ -67,9 +71,17 @@ class Incident:
     what: Sequence[str]
     since: float | None
     hit: Hit
+    hand_overs: str = ""
 
 
-def incident(now: float, nodes: Sequence[NodeView], bars: Bars, not_ready: str, recent: RecentEnds) -> Incident:
+def incident(
+    now: float,
+    nodes: Sequence[NodeView],
+    bars: Bars,
+    not_ready: str,
+    recent: RecentEnds,
+    hand_overs: HandOverVerdict,
+) -> Incident:
     """What is wrong now.
 
     Args:
@@ -81,31 +93,37 @@ def incident(now: float, nodes: Sequence[NodeView], bars: Bars, not_ready: str, 
     hit = _hit(recent.counts(now - WINDOW), faults, bad, dropped=len(recent.bad) == recent.bad.maxlen)
     out = [view for view in nodes if view.state in _OUT]
     failing = collections.Counter(fault.node for fault in faults)
-    sentences = [*_of_proxy(nodes, out, not_ready), *_of_nodes(now, nodes, out, failing, bars)]
+    sentences = [*_of_proxy(nodes, out, not_ready), *_of_nodes(now, nodes, out, failing)]
     began = [view.since for view in out if view.since > -math.inf]
     began += [_first(recent.faults, now), _first(recent.bad, now)]
     since = min(began, default=math.inf)
-    cause = _cause(nodes, out, failing, bars, not_ready, bad)
+    cause = _cause(nodes, out, failing, hand_overs, not_ready, bad)
+    sentences += [f"{why}." for why in hand_overs.why if not any(view.reason and view.reason in why for view in out)]
     if cause is Cause.LOAD:
         sentences.append("Requests were turned away, for too many run or wait: nodes are too few, or limits.* too low.")
     elif cause is Cause.PROXY and not sentences:
         sentences.append("Requests failed, and no leg on a node did: the log names each of them.")
     names = list(dict.fromkeys([*(view.name for view in out), *failing, *bars.nodes, *itertools.chain(*bars.pairs)]))
-    return Incident(cause, names, sentences, None if since == math.inf or cause is Cause.NOTHING else now - since, hit)
+    since_when = None if since == math.inf or cause is Cause.NOTHING else now - since
+    return Incident(cause, names, sentences, since_when, hit, hand_overs.line())
 
 
 def _cause(
     nodes: Sequence[NodeView],
     out: Sequence[NodeView],
     failing: collections.Counter[str],
-    bars: Bars,
+    hand_overs: HandOverVerdict,
     not_ready: str,
     bad: Sequence[BadEnd],
 ) -> Cause:
     if _all_gone(nodes, out) or (not_ready and not out):
         return Cause.PROXY
-    if out or failing or bars.pairs or bars.nodes:
+    if hand_overs.fail:
+        return Cause.HAND_OVERS
+    if out or failing:
         return Cause.NODE
+    if hand_overs.why:
+        return Cause.HAND_OVERS
     if any(end.outcome is Outcome.FAILED for end in bad):
         return Cause.PROXY
     return Cause.LOAD if bad else Cause.NOTHING
@@ -130,7 +148,7 @@ def _of_proxy(nodes: Sequence[NodeView], out: Sequence[NodeView], not_ready: str
 
 
 def _of_nodes(
-    now: float, nodes: Sequence[NodeView], out: Sequence[NodeView], failing: collections.Counter[str], bars: Bars
+    now: float, nodes: Sequence[NodeView], out: Sequence[NodeView], failing: collections.Counter[str]
 ) -> list[str]:
     there = {view.name for view in out}
     said = [f"{view.name} has been {view.state}{_ago(now, view.since)}{_because(view.reason)}." for view in out]
@@ -140,8 +158,7 @@ def _of_nodes(
             state = known.get(name)
             now_it = "has left" if state is None else "serves" if state in _SERVING else f"is {state}"
             said.append(f"On {name} {count} {'leg' if count == 1 else 'legs'} failed; it {now_it} now.")
-    said += [f"{name} exchanges no tickets: {why}." for name, why in bars.nodes.items()]
-    return said + [f"{p} and {d} exchange no tickets: {why}." for (p, d), why in bars.pairs.items()]
+    return said
 
 
 def _ago(now: float, since: float) -> str:

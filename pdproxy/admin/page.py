@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from fastapi import APIRouter, Response
 
-from pdproxy.admin.context import AdminContext, Readiness, readiness
+from pdproxy.admin.context import SERVES, AdminContext, readiness
 from pdproxy.admin.incident import Incident, incident
 from pdproxy.admin.nodes import status
 from pdproxy.nodes.node import Snapshot
@@ -76,8 +76,8 @@ def _state(context: AdminContext) -> dict[str, object]:
 
 def _incident(context: AdminContext, now: float, pool: Snapshot) -> Incident:
     ready = readiness(context)
-    not_ready = "" if ready is Readiness.READY else ready.value
-    return incident(now, pool.nodes, pool.bars, not_ready, context.live.recent)
+    not_ready = "" if ready in SERVES else ready.value
+    return incident(now, pool.nodes, pool.bars, not_ready, context.live.recent, context.hand_overs)
 
 
 def _request(each: AnswerRecord) -> Mapping[str, object]:

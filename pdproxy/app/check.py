@@ -2,8 +2,9 @@
 
 TOKENS is attention capacity, SEQUENCES how many the state groups allow, LONGEST how many of the greatest length run
 together, BINDS whether attention or state runs out first with these. A node without partner serves alone; a line below
-the table says in what it differs from the nearest node of the other role. Further lines tell of prefix caches: what
-each can do, and advice, which is no failure; and of decode nodes whose tickets were of no use.
+the table says in what it differs from the nearest node of the other role. Then a tiny prompt is handed over between the
+nodes that could exchange tickets; that it was not is a failure, and the line says why. Further lines tell of prefix
+caches: what each can do, and advice, which is no failure; and of decode nodes whose tickets were of no use.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from pdproxy.app.build import nodes_of
 from pdproxy.app.cache_check import cache_lines, look_for_events
+from pdproxy.app.hand_over_check import hand_over_lines
 from pdproxy.app.host import HostEnvironment, Sources, tls
 from pdproxy.app.ticket_check import ticket_lines
 from pdproxy.clock import SystemClock
@@ -34,16 +36,17 @@ _COLUMNS = ("NODE", "ROLE", "MODEL", "COHORT", "TOKENS", "SEQUENCES", "LONGEST",
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a check: a row for each node, a sentence for each source that listed none, lines about caches and
-    tickets."""
+    """The result of a check: a row for each node, a sentence for each source that listed none, a line for each pair
+    that hands nothing over, lines about caches and tickets."""
 
     rows: Sequence[CheckRow]
     empty_sources: Sequence[str]
+    hand_overs: Sequence[str] = ()
     caches: Sequence[str] = ()
 
     def good(self) -> bool:
-        """Whether every node would be admitted and has a partner, and every source lists some."""
-        return not self.empty_sources and passed(self.rows)
+        """Whether every node would be admitted and hands over, and every source lists some."""
+        return not self.empty_sources and not self.hand_overs and passed(self.rows)
 
 
 def check(settings: Settings) -> int:
@@ -54,7 +57,7 @@ def check(settings: Settings) -> int:
     """
     report = asyncio.run(inspect(settings, HostEnvironment(os.environ)))
     lines = [table(report.rows)] if report.rows else []
-    sys.stdout.write("\n".join([*lines, *report.empty_sources, *report.caches]) + "\n")
+    sys.stdout.write("\n".join([*lines, *report.empty_sources, *report.hand_overs, *report.caches]) + "\n")
     return 0 if report.good() else 1
 
 
@@ -78,7 +81,9 @@ async def inspect(settings: Settings, host: HostEnvironment) -> Report:
         answered = [row.info.joined() for row in rows if isinstance(row.info, NodeInfo)]
         caches = cache_lines(answered, await look_for_events(transport, headers(), answered))
         caches += await ticket_lines(transport, headers(), answered)
-    return Report(rows, [why for _, why in listed if why], caches)
+        good = [row.info.joined() for row in rows if row.good() and isinstance(row.info, NodeInfo)]
+        hand_overs = await hand_over_lines(transport, headers, good)
+    return Report(rows, [why for _, why in listed if why], hand_overs, caches)
 
 
 async def _list(source: Source) -> tuple[tuple[Node, ...], str]:

@@ -6,10 +6,11 @@
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from pdproxy.nodes.node import Role
+from pdproxy.nodes.no_hand_over import SideChannel, host_of, is_elsewhere, set_address
+from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.node_info import WHOLE, NodeInfo
 
 MUST_AGREE = (
@@ -107,13 +108,17 @@ class Compatibility:
     warnings: tuple[Incompatibility, ...] = ()
 
 
-def check_compatibility(info: NodeInfo, others: Iterable[NodeInfo]) -> Compatibility:
-    """Check a node by itself and against the nodes that already serve.
+def check_compatibility(info: NodeInfo, others: Iterable[NodeInfo], everyone: Iterable[Node] = ()) -> Compatibility:
+    """Check a node by itself and against the nodes that already serve; ``everyone``: all that are configured.
 
     Nodes of another model, of another cohort or of the same role never exchange tickets: they are not compared.
     """
     partners = [other for other in others if _may_pair(info, other)]
-    refusals = [*_not_as_configured(info), *_unequal_settings(info, partners, MUST_AGREE)]
+    refusals = [
+        *_not_as_configured(info),
+        *_wrong_address(info, everyone),
+        *_unequal_settings(info, partners, MUST_AGREE),
+    ]
     warnings = [*_weaknesses(info), *_unequal_settings(info, partners, (*SHOULD_AGREE, "max_model_len"))]
     return Compatibility(tuple(refusals), tuple(warnings))
 
@@ -177,6 +182,17 @@ def _not_as_configured(info: NodeInfo) -> list[Incompatibility]:
     if (role := info.labels.get("role")) == _WRONG_ROLE[node.role]:
         found.append(Incompatibility("kv_role", f"the node runs as {role} and cannot be a {node.role} node"))
     return found
+
+
+def _wrong_address(info: NodeInfo, everyone: Iterable[Node]) -> Iterator[Incompatibility]:
+    """Of a prefill node whose tickets name its own host, as that host calls itself, for decode nodes elsewhere."""
+    at = SideChannel.of_label(info.labels.get("side_channel", ""))
+    if info.node.role is Role.PREFILL and at.is_own_host() and is_elsewhere(info.node):
+        here = host_of(info.node)
+        far = next((node for node in everyone if node.role is Role.DECODE and host_of(node) != here), None)
+        if far is not None:
+            cannot = f"{far.name} cannot reach {info.node.name} at {at} (the proxy does at {here})"
+            yield Incompatibility("side_channel", f"{cannot}: {set_address(info.node)}")
 
 
 def _unequal_settings(info: NodeInfo, partners: Iterable[NodeInfo], names: Iterable[str]) -> list[Incompatibility]:

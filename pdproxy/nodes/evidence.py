@@ -109,7 +109,7 @@ class Evidence:
         return Bars(pairs, nodes)
 
 
-def next_try(before: Unpassed | None, why: str, now: float) -> Unpassed:
-    """One more time in a row that something was not passed."""
+def next_try(before: Unpassed | None, why: str, now: float, longest: float = LONGEST_DELAY) -> Unpassed:
+    """One more time in a row that something was not passed; ``longest``: seconds until the next try at most."""
     times = 1 if before is None else before.times + 1
-    return Unpassed(why, times, now + min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(times - 1, 16)))
+    return Unpassed(why, times, now + min(longest, FIRST_DELAY * 2.0 ** min(times - 1, 16)))

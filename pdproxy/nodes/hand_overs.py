@@ -1,10 +1,12 @@
 """Which pairs of nodes hand prompts over in vain: the decode node gets a ticket, and computes the prompt all the same.
 
-Fingerprints and the known-answer test keep most of such pairs apart before they serve. Whatever else makes tickets
-useless, such as two tokenizers that differ in some words, shows in what became of them. Pure: times are arguments.
+The known-answer test finds most of them before they serve, and says why (`no_hand_over`): a decode node that cannot
+reach the prefill node's address, a network that lets no reads pass. Whatever makes tickets useless later, or only some,
+such as two tokenizers that differ in some words, shows in what became of them. Pure: times are arguments.
 
-    of the last `LAST` tickets of a pair 9 in 10 were of no use ──► barred
-    barred for 30 s, then 60 s, … 10 min ──► the known-answer test
+    the known-answer test, or a warm-up, handed nothing over ──────► barred, and it is known why
+    of the last `LAST` tickets of a pair 9 in 10 were of no use ──► barred; the test is made at once to learn why
+    barred for 30 s, then 60 s, … 10 min (`LONGEST` where nothing is handed over at all) ──► the known-answer test
         passed ──► on trial: of its next `LAST_ON_TRIAL` tickets 9 in 10 were of no use ──► barred, for twice as long
                              of `LAST` fewer ──► as if it had never been barred
         else   ──► barred, for twice as long
@@ -26,6 +28,10 @@ LAST = 50
 LAST_ON_TRIAL = 10
 USELESS = 0.9
 """The part of them that bars the pair."""
+LONGEST = 120.0
+"""Seconds until a pair is tested again that hands nothing over: soon after its network is mended it is to be used."""
+RECENT = 5
+"""Minutes for which it is counted how many tickets were of use."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +42,23 @@ class _InVain:
     prompt: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Used:
+    """How many tickets there were, and how many were of no use: the decode node computed their prompts."""
+
+    tickets: int = 0
+    in_vain: int = 0
+
+    def plus(self, other: "Used") -> "Used":
+        """Both together."""
+        return Used(self.tickets + other.tickets, self.in_vain + other.in_vain)
+
+    @property
+    def share(self) -> float:
+        """The part that was of no use."""
+        return self.in_vain / self.tickets if self.tickets else 0.0
+
+
 @dataclasses.dataclass(slots=True)
 class _Tickets:
     """The last ones of a pair.
@@ -43,11 +66,23 @@ class _Tickets:
     Attributes:
         last: None for each that was of use.
         barred: why; kept while the pair is on trial.
+        explained: a test was made since it was barred.
+        minutes: how many tickets were of use, and of no use, in the last ones.
     """
 
     last: collections.deque[_InVain | None] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=LAST))
     barred: Unpassed | None = None
     on_trial: bool = False
+    explained: bool = False
+    minutes: dict[int, "Used"] = dataclasses.field(default_factory=dict)
+
+    def count(self, useful: int, now: float) -> None:
+        """One more ticket, and 1 where it was of use."""
+        minute = int(now // 60)
+        before = self.minutes.get(minute)
+        if before is None:
+            self.minutes = {each: used for each, used in self.minutes.items() if minute - each < RECENT}
+        self.minutes[minute] = (before or Used()).plus(Used(1, 1 - useful))
 
 
 class HandOvers:
@@ -67,6 +102,7 @@ class HandOvers:
         """The decode node used a ticket."""
         tickets = self._of(pair)
         tickets.last.append(None)
+        tickets.count(1, now)
         if client:
             self._served[client] = now
         if tickets.on_trial and len(tickets.last) == LAST:
@@ -79,26 +115,45 @@ class HandOvers:
         if ticket in tickets.last:
             return
         tickets.last.append(ticket)
+        tickets.count(0, now)
         if (tickets.barred is None or tickets.on_trial) and (why := self._why_useless(pair, tickets, now)):
-            tickets.barred, tickets.on_trial = next_try(tickets.barred, why, now), False
+            tickets.barred, tickets.on_trial, tickets.explained = next_try(tickets.barred, why, now), False, False
             self.changed = True
+
+    def not_handed_over(self, pair: Pair, why: str, now: float) -> None:
+        """A prompt of the proxy's own was not handed over, and it is known why."""
+        tickets = self._of(pair)
+        if tickets.barred is not None and not tickets.explained:
+            tickets.barred, self.changed = dataclasses.replace(tickets.barred, why=why), True
+        else:
+            tickets.barred, tickets.on_trial = next_try(tickets.barred, why, now, LONGEST), False
+            self.changed = True
+        tickets.explained = True
 
     def due(self, now: float) -> list[Pair]:
         """Barred pairs that are to be tested now."""
-        return [pair for pair, why in self._barred().items() if why.due <= now]
+        return [pair for pair, why in self._barred().items() if why.due <= now or not self._tickets[pair].explained]
 
     def passed(self, pair: Pair) -> None:
-        """The pair passed the known-answer test."""
+        """The pair passed the known-answer test. Where that was to show why its tickets are of no use, it stays barred
+        until the next test."""
         tickets = self._tickets.get(pair)
-        if tickets is not None and tickets.barred is not None and not tickets.on_trial:
+        if tickets is None or tickets.barred is None or tickets.on_trial:
+            return
+        if tickets.explained:
             tickets.on_trial = True
             tickets.last.clear()
+            tickets.minutes.clear()
+        tickets.explained = True
 
     def not_passed(self, pair: Pair, now: float) -> None:
         """It did not, or could not be asked."""
         tickets = self._tickets.get(pair)
-        if tickets is not None and tickets.barred is not None and not tickets.on_trial:
+        if tickets is None or tickets.barred is None or tickets.on_trial:
+            return
+        if tickets.explained:
             tickets.barred = next_try(tickets.barred, tickets.barred.why, now)
+        tickets.explained = True
 
     def restart(self, name: str) -> None:
         """The node joins, and may be another one than before."""
@@ -111,6 +166,14 @@ class HandOvers:
     def bars(self) -> Mapping[Pair, str]:
         """The pairs that exchange no tickets, and why."""
         return {pair: unpassed.why for pair, unpassed in self._barred().items()}
+
+    def recent(self, now: float) -> Used:
+        """What became of the tickets of the last `RECENT` minutes, of all pairs."""
+        oldest, found = int(now // 60) - RECENT, Used()
+        for tickets in self._tickets.values():
+            for minute, used in tickets.minutes.items():
+                found = found.plus(used) if minute > oldest else found
+        return found
 
     def _of(self, pair: Pair) -> _Tickets:
         found = self._tickets.get(pair)

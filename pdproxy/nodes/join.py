@@ -97,7 +97,8 @@ class Joiner:
         self.outages.answered(node)
         if not self._has(node) or self._is_early(info):
             return
-        compatibility = check_compatibility(info, self._others(name))
+        everyone = [view.node for view in self._pool.snapshot().nodes]
+        compatibility = check_compatibility(info, self._others(name), everyone)
         if compatibility.refusals:
             self._refuse(name, compatibility)
         else:

@@ -116,7 +116,7 @@ async def check_nodes(preflight: Preflight, nodes: Sequence[Node]) -> list[Check
         if isinstance(info, NodeFault):
             rows.append(CheckRow(node, info))
             continue
-        rows.append(CheckRow(node, info, check_compatibility(info, accepted)))
+        rows.append(CheckRow(node, info, check_compatibility(info, accepted, nodes)))
         if rows[-1].good():
             accepted.append(info)
     return [_with_partners(row, accepted) for row in rows]

@@ -5,7 +5,7 @@ Settings that agree promise that the bytes of one node mean the same on the othe
 - when a node joins, or comes back: with one partner of its cohort, a proved one where there is one. Only if that fails
   or cannot be made, a second partner is tested. Partners that are not proved yet are proved with it, so that all that
   joined before the first node of the other role are proved by the time that one serves.
-- in the background: pairs that failed, pairs whose tickets were of no use (`hand_overs`), and nodes that could not be
+- in the background: pairs that failed, pairs that hand nothing over (`hand_overs`), and nodes that could not be
   tested, again and again with growing waits.
 
 That is O(nodes) tests, and misses a pair that is wrong though each of the two is right with other nodes: all nodes of a
@@ -49,15 +49,23 @@ class HandOverTest(Protocol):
         """Hand a prompt over and compare the answer."""
         ...
 
-    async def warm(self, prefill: Node, decode: Node) -> None:
-        """Hand a tiny prompt over, so that the handshake of seconds is made before clients come."""
+    async def warm(self, prefill: Node, decode: Node) -> ProofResult:
+        """Hand a tiny prompt over, so that the handshake of seconds is made before clients come; compare nothing."""
         ...
 
 
-async def warm_up(pool: Pool, test: HandOverTest, node: Node) -> None:
-    """Warm the pairs of a joining node up, and prove nothing."""
+async def warm_up(pool: Pool, test: HandOverTest, clock: Clock, node: Node) -> None:
+    """Warm the pairs of a joining node up, and prove nothing. Pairs that hand nothing over are not used."""
     partners = itertools.islice(partners_of(pool, node), MOST_PARTNERS)
-    await asyncio.gather(*(test.warm(*in_order(node, partner)) for partner in partners))
+    await asyncio.gather(*(_warm(pool, test, clock, *in_order(node, partner)) for partner in partners))
+
+
+async def _warm(pool: Pool, test: HandOverTest, clock: Clock, prefill: Node, decode: Node) -> None:
+    result = await test.warm(prefill, decode)
+    if result.proof is Proof.NOT_HANDED_OVER:
+        pool.hand_overs.not_handed_over((prefill.name, decode.name), result.why, clock.now())
+    elif result.proof is not Proof.PASSED:
+        _LOG.warning("no warm-up from %s to %s: %s", prefill.name, decode.name, result.why)
 
 
 class NothingCompared:
@@ -69,12 +77,12 @@ class NothingCompared:
 
     async def ask(self, prefill: Node, decode: Node) -> ProofResult:
         """See `HandOverTest`."""
-        await self._test.warm(prefill, decode)
-        return ProofResult(Proof.PASSED)
+        result = await self._test.warm(prefill, decode)
+        return result if result.proof is Proof.NOT_HANDED_OVER else ProofResult(Proof.PASSED)
 
-    async def warm(self, prefill: Node, decode: Node) -> None:
+    async def warm(self, prefill: Node, decode: Node) -> ProofResult:
         """See `HandOverTest`."""
-        await self._test.warm(prefill, decode)
+        return await self._test.warm(prefill, decode)
 
 
 class Prover:
@@ -110,8 +118,9 @@ class Prover:
             await asyncio.gather(
                 self._prove(node, partners),
                 *(self._ask(*in_order(node, partner)) for partner in unproved),
-                *(self._test.warm(*in_order(node, partner)) for partner in rest),
+                *(_warm(self._pool, self._test, self._clock, *in_order(node, partner)) for partner in rest),
             )
+        self._publish()
 
     async def run(self) -> None:
         """Bar pairs whose tickets are of no use, and repeat tests that failed or could not be made, one pair at a time,
@@ -164,6 +173,9 @@ class Prover:
             case Proof.FAILED:
                 self._evidence.record_failed(pair, result.why, now)
                 self._pool.hand_overs.not_passed(pair, now)
+            case Proof.NOT_HANDED_OVER:
+                self._evidence.record_unanswered(pair, result.why, now)
+                self._pool.hand_overs.not_handed_over(pair, result.why, now)
             case Proof.UNANSWERED:
                 _LOG.warning("no known-answer test from %s to %s: %s", *pair, result.why)
                 self._evidence.record_unanswered(pair, result.why, now)
@@ -196,9 +208,10 @@ class Prover:
         return failed + [pair for pair in unproved if pair is not None]
 
     def _next_pair(self, node: Node) -> tuple[Node, Node] | None:
-        """The node with one of its partners, best a proved one; none that it failed with. Partners take turns."""
+        """The node with one of its partners, best a proved one; none that is barred, which has a time of its own.
+        Partners take turns."""
         pairs = [in_order(node, partner) for partner in partners_of(self._pool, node)]
-        untried = [pair for pair in pairs if self._evidence.failed((pair[0].name, pair[1].name)) is None]
+        untried = [pair for pair in pairs if (pair[0].name, pair[1].name) not in self._pool.bars.pairs]
         best = [pair for pair in untried if any(self._evidence.proved(each.name) for each in pair)] or untried
         return best[next(self._turns) % len(best)] if best else None
 

@@ -156,8 +156,10 @@ class Proof(enum.StrEnum):
     """The decode node answered with the hand-over as it answers alone."""
     FAILED = "failed"
     """It answered something else: the same bytes mean different things on the two nodes."""
+    NOT_HANDED_OVER = "not_handed_over"
+    """The decode node computed the prompt in spite of its ticket, so that nothing could be compared."""
     UNANSWERED = "unanswered"
-    """No hand-over came about, so that nothing could be compared."""
+    """A node did not answer, or too little of the answer could be compared."""
 
 
 class Affinity(enum.StrEnum):

@@ -119,6 +119,9 @@ class Metrics:
         self._cohort_requests = counter(
             "pdproxy_cohort_requests_total", "Requests sent to decode nodes of a cohort.", ["cohort"]
         )
+        self._hand_overs_fail = gauge(
+            "pdproxy_hand_overs_failing", "1 while nodes of both roles are there and hand nothing over, else 0."
+        )
         self._barred = gauge("pdproxy_pair_barred", "1 for nodes that exchange no tickets.", ["prefill", "decode"])
         self._proofs = counter("pdproxy_known_answer_tests_total", "Known-answer tests of pairs of nodes.", ["result"])
         self._circuit = counter("pdproxy_circuit_moves_total", "Moves of a node's circuit.", ["node", "to"])
@@ -289,6 +292,10 @@ class Metrics:
         for role in roles:
             self._cohort_nodes.remove(cohort, role)
         self._cohort_requests.remove(cohort)
+
+    def watch_hand_overs(self, fail: Callable[[], bool]) -> None:
+        """Ask at each scrape whether nothing is handed over."""
+        self._hand_overs_fail.labels().set_function(fail)
 
     def pair_barred(self, prefill: str, decode: str) -> None:
         """Two nodes exchange no tickets: they failed the known-answer test, or their tickets were of no use."""

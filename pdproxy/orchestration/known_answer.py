@@ -18,29 +18,18 @@ Then a chat, where the nodes have a chat template: both must make the same token
 tokenizers or templates differ, each ticket is for another prompt than the decode node's, and every prompt is computed
 twice. The chat's answer is not compared: to the engine a chat is its tokens, as the completion is.
 
-A test that fails is made once more with another prompt before it counts.
+A test that fails is made once more with another prompt before it counts. A decode node that computes the prompt in
+spite of its ticket tells why (`nodes.no_hand_over`).
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-import logging
 from collections.abc import Iterator, Sequence
-
-import msgspec
 
 from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault, PdproxyError
-from pdproxy.legs.calls import (
-    NOTHING_HELD,
-    decode,
-    json_object,
-    prefill,
-    raise_if_aborted,
-    read_answer,
-)
-from pdproxy.legs.rewrite import decode_body, prefill_body
+from pdproxy.legs.calls import json_object
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.preflight import exchange
 from pdproxy.nodes.proof import ProofResult
@@ -49,17 +38,22 @@ from pdproxy.orchestration.answers_agree import Comparison, ScoredAnswer, compar
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.hand_over import release_later
 from pdproxy.orchestration.known_answer_prompt import SAMPLE_LINES, plain_ids, prompt_tokens, question, up_to_boundary
+from pdproxy.orchestration.one_hand_over import (
+    ALONE_TIMEOUTS,
+    HandOverCalls,
+    NotHandedOver,
+    TestedPair,
+    Unanswered,
+    detail,
+)
 from pdproxy.request import Endpoint, Json, write_json
-from pdproxy.transport.port import HttpRequest, Timeouts
-from pdproxy.usage import read_usage
-
-_LOG = logging.getLogger(__name__)
+from pdproxy.transport.port import HttpRequest
 
 TOKENS = 8
 """Of an answer that are compared."""
 TOP_LOGPROBS = 20
 """Tokens whose log-probabilities are compared at each position: as many as vLLM gives by default."""
-BUDGET = 60.0
+BUDGET = 90.0
 """Seconds for one test as a whole."""
 _WITH_SCORES = {
     "temperature": 0,
@@ -68,14 +62,6 @@ _WITH_SCORES = {
     "return_tokens_as_token_ids": True,
     "return_token_ids": True,
 }
-CALL_TIMEOUTS = Timeouts(connect=5.0, headers=20.0, stall=20.0, whole=30.0)
-_WARM_UP_IDS = (1, 2, 3, 4)
-"""Token ids that any vocabulary has; the prefill node drops the last one, so there must be several."""
-_LOGGED_BYTES = 300
-
-
-class Unanswered(PdproxyError):
-    """The test cannot be made now; the message says why."""
 
 
 class Unreadable(PdproxyError):
@@ -84,15 +70,6 @@ class Unreadable(PdproxyError):
 
 class OtherPrompt(PdproxyError):
     """The two nodes make different prompts of one chat."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Pair:
-    """Two nodes, and the monotonic second by which the test must be over."""
-
-    prefill: Node
-    decode: Node
-    deadline: float
 
 
 class KnownAnswer:
@@ -111,27 +88,31 @@ class KnownAnswer:
     ) -> None:
         self._context = context
         self._headers = headers
+        release = functools.partial(_release, context, headers)
+        self._calls = HandOverCalls(context.transport, context.clock, headers, release, context.new_hand_over_id)
         self._seeds = seeds or itertools.count()
 
     async def ask(self, prefill: Node, decode: Node) -> ProofResult:
-        """Make the test; a second time where it failed, with another prompt."""
+        """Make the test; a second time where it was not passed though it could be made, with another prompt."""
         result = await self._once(prefill, decode)
-        if result.proof is Proof.FAILED:
+        if result.proof in (Proof.FAILED, Proof.NOT_HANDED_OVER):
             again = await self._once(prefill, decode)
             result = again if again.proof is Proof.PASSED else result
         self._context.metrics.proof_ended(result.proof)
         return result
 
-    async def warm(self, prefill: Node, decode: Node) -> None:
-        """Hand a tiny prompt over. Where that fails, the pair's first request is slower: nothing else follows."""
-        body = {"model": decode.model, "prompt": list(_WARM_UP_IDS), "max_tokens": 1, "temperature": 0}
+    async def warm(self, prefill: Node, decode: Node) -> ProofResult:
+        """Hand a tiny prompt over."""
         try:
-            await self._handed_over(self._pair(prefill, decode), body)
-        except (NodeFault, Unanswered) as why:
-            _LOG.warning("no warm-up from %s to %s: %s", prefill.name, decode.name, why)
+            await self._calls.make_tiny(prefill, decode, BUDGET)
+        except NotHandedOver as missing:
+            return ProofResult(Proof.NOT_HANDED_OVER, str(missing))
+        except (NodeFault, Unanswered) as fault:
+            return ProofResult(Proof.UNANSWERED, str(fault))
+        return ProofResult(Proof.PASSED)
 
-    def _pair(self, prefill: Node, decode: Node) -> _Pair:
-        return _Pair(prefill, decode, self._context.clock.now() + BUDGET)
+    def _pair(self, prefill: Node, decode: Node) -> TestedPair:
+        return TestedPair(prefill, decode, self._context.clock.now() + BUDGET)
 
     async def _once(self, prefill: Node, decode: Node) -> ProofResult:
         seed, pair = next(self._seeds), self._pair(prefill, decode)
@@ -142,6 +123,8 @@ class KnownAnswer:
                 await self._ask_chat(pair, seed)
         except Unanswered as unanswered:
             return ProofResult(Proof.UNANSWERED, str(unanswered))
+        except NotHandedOver as missing:
+            return ProofResult(Proof.NOT_HANDED_OVER, str(missing))
         except (Unreadable, OtherPrompt) as failed:
             return ProofResult(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {failed}")
         if comparison.agrees():
@@ -151,10 +134,13 @@ class KnownAnswer:
         return ProofResult(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {why}")
 
     async def compare(self, prefill: Node, decode: Node, seed: int) -> Comparison:
-        """Make the test of a completion once, with the prompt of this seed; raises `Unanswered` or `Unreadable`."""
+        """Make the test of a completion once, with the prompt of this seed.
+
+        Raises `Unanswered`, `NotHandedOver` or `Unreadable`.
+        """
         return await self._compare(self._pair(prefill, decode), seed)
 
-    async def _compare(self, pair: _Pair, seed: int) -> Comparison:
+    async def _compare(self, pair: TestedPair, seed: int) -> Comparison:
         decode = pair.decode
         prompt = await self._prompt(pair, seed)
         salt = self._context.new_hand_over_id()
@@ -163,17 +149,15 @@ class KnownAnswer:
         again = await self._alone(pair, _body(pair, whole, TOKENS, salt))
         with _unanswered_on_fault(f"{decode.name} did not answer the hand-over"):
             try:
-                answer = await self._handed_over(pair, _body(pair, whole, TOKENS, self._context.new_hand_over_id()))
+                answer = await self._calls.make(pair, _body(pair, whole, TOKENS, self._context.new_hand_over_id()))
             except NodeFault as fault:
                 # vLLM answers 400 to log-probabilities that are no numbers: what it read made the computation NaN.
                 if fault.fault is not Fault.CLIENT_ERROR:
                     raise
-                raise Unreadable(
-                    f"{decode.name} answers alone, and with the hand-over says {_detail(fault)}"
-                ) from fault
+                raise Unreadable(f"{decode.name} answers alone, and with the hand-over says {detail(fault)}") from fault
         return compare(_scored(answer, decode), alone.without_first(), again)
 
-    async def _ask_chat(self, pair: _Pair, seed: int) -> None:
+    async def _ask_chat(self, pair: TestedPair, seed: int) -> None:
         """Raises `OtherPrompt`, or `Unanswered`."""
         messages = [{"role": "user", "content": question(seed, SAMPLE_LINES)}]
         theirs = await self._chat_tokens(pair, pair.prefill, messages)
@@ -199,9 +183,9 @@ class KnownAnswer:
                 "cache_salt": salt,
             }
             with _unanswered_on_fault(f"{pair.decode.name} did not answer the hand-over of a chat"):
-                await self._handed_over(pair, chat, Endpoint.CHAT)
+                await self._calls.make(pair, chat, Endpoint.CHAT)
 
-    async def _chat_tokens(self, pair: _Pair, node: Node, messages: Sequence[Json]) -> list[int] | None:
+    async def _chat_tokens(self, pair: TestedPair, node: Node, messages: Sequence[Json]) -> list[int] | None:
         """The tokens that a node makes of a chat: none where it has no chat template. None where it does not tell."""
         status, answer = await self._tokenized(pair, node, {"model": node.model, "messages": messages})
         if status == 400:
@@ -209,7 +193,7 @@ class KnownAnswer:
         ids = json_object(answer).get("tokens") if status == 200 else None
         return ids if isinstance(ids, list) else None
 
-    async def _prompt(self, pair: _Pair, seed: int) -> list[int]:
+    async def _prompt(self, pair: TestedPair, seed: int) -> list[int]:
         nodes = (pair.prefill, pair.decode)
         wanted = prompt_tokens([node.block_size for node in nodes], [node.max_model_len for node in nodes], TOKENS + 2)
         sample = await self._tokens(pair, question(seed, SAMPLE_LINES))
@@ -219,68 +203,29 @@ class KnownAnswer:
         lines = wanted * SAMPLE_LINES // len(sample)
         return up_to_boundary((await self._tokens(pair, question(seed, lines)))[-wanted:], unit)
 
-    async def _tokens(self, pair: _Pair, text: str) -> list[int]:
+    async def _tokens(self, pair: TestedPair, text: str) -> list[int]:
         """The token ids of a text; none where the decode node has no tokenizer."""
         status, answer = await self._tokenized(pair, pair.decode, {"model": pair.decode.model, "prompt": text})
         with _unanswered_on_fault(f"{pair.decode.name} did not answer"):
             ids = json_object(answer).get("tokens") if status == 200 else None
         return ids if isinstance(ids, list) else []
 
-    async def _tokenized(self, pair: _Pair, node: Node, body: Json) -> tuple[int, bytes]:
+    async def _tokenized(self, pair: TestedPair, node: Node, body: Json) -> tuple[int, bytes]:
         headers = (*self._headers(), ("content-type", "application/json"))
         request = HttpRequest("POST", f"{node.url}/tokenize", headers, write_json(body))
         with _unanswered_on_fault(f"{node.name} did not answer"):
-            return await exchange(self._context.transport, request, self._timeouts(pair))
+            return await exchange(self._context.transport, request, self._calls.within(pair, ALONE_TIMEOUTS))
 
-    async def _alone(self, pair: _Pair, body: Json) -> ScoredAnswer:
+    async def _alone(self, pair: TestedPair, body: Json) -> ScoredAnswer:
         with _unanswered_on_fault(f"{pair.decode.name} did not answer alone"):
-            return _scored(await self._decode(pair, body, None, Endpoint.COMPLETIONS), pair.decode)
-
-    async def _handed_over(self, pair: _Pair, body: Json, endpoint: Endpoint = Endpoint.COMPLETIONS) -> Json:
-        """What the decode node answers with a ticket of the prefill node; raises the `NodeFault` of the decode leg."""
-        hand_over_id, held = self._context.new_hand_over_id(), True
-        leg = prefill_body(endpoint, body, hand_over_id, readers=1)
-        transport, timeouts = self._context.transport, self._timeouts(pair)
-        copies = [hand_over_id]
-        try:
-            with _unanswered_on_fault(f"{pair.prefill.name} gave no ticket"):
-                try:
-                    given = await prefill(
-                        transport, pair.prefill, endpoint, leg, self._headers(), timeouts,
-                        functools.partial(copies.append, hand_over_id),
-                    )  # fmt: skip
-                except NodeFault as fault:
-                    held = fault.fault not in NOTHING_HELD
-                    raise
-            answer = await self._decode(pair, body, given.ticket, endpoint)
-            usage = read_usage(answer.get("usage"))
-            held = usage is not None and usage.recomputed(pair.prefill.tail_tokens)
-        finally:
-            if held or len(copies) > 1:
-                release_later(self._context, pair.prefill, pair.prefill.model, hand_over_id, self._headers())
-        if held:
-            raise Unanswered(
-                f"{pair.decode.name} computed the prompt itself though it had a ticket of {pair.prefill.name}: its log,"
-                " and its pdproxy_connector_refused_total and pdproxy_connector_reads_total, say why"
-            )
-        return answer
-
-    async def _decode(self, pair: _Pair, body: Json, ticket: msgspec.Raw | None, endpoint: Endpoint) -> Json:
-        leg = decode_body(body, ticket)
-        transport, timeouts = self._context.transport, self._timeouts(pair)
-        response = await decode(transport, pair.decode, endpoint, leg, self._headers(), timeouts, stream=False)
-        answer = await read_answer(response)
-        raise_if_aborted(endpoint, answer)
-        return answer
-
-    def _timeouts(self, pair: _Pair) -> Timeouts:
-        left = pair.deadline - self._context.clock.now()
-        if left <= 0:
-            raise Unanswered(f"{pair.prefill.name} and {pair.decode.name} took more than {BUDGET:g} s")
-        return msgspec.structs.replace(CALL_TIMEOUTS, whole=min(CALL_TIMEOUTS.whole, left))
+            return _scored(await self._calls.decode(pair, body, None, Endpoint.COMPLETIONS), pair.decode)
 
 
-def _body(pair: _Pair, prompt: list[int], tokens: int, salt: str) -> Json:
+def _release(context: OrchestrationContext, headers: OwnHeaders, node: Node, hand_over_id: str) -> None:
+    release_later(context, node, node.model, hand_over_id, headers())
+
+
+def _body(pair: TestedPair, prompt: list[int], tokens: int, salt: str) -> Json:
     return {"model": pair.decode.model, "prompt": prompt, "max_tokens": tokens, "cache_salt": salt, **_WITH_SCORES}
 
 
@@ -296,9 +241,4 @@ def _unanswered_on_fault(what: str) -> Iterator[None]:
     try:
         yield
     except NodeFault as fault:
-        raise Unanswered(f"{what}: {_detail(fault)}") from fault
-
-
-def _detail(fault: NodeFault) -> str:
-    """A fault for the log, with the beginning of the node's error body."""
-    return f"{fault}: {fault.body[:_LOGGED_BYTES].decode('utf-8', 'replace')}" if fault.body else str(fault)
+        raise Unanswered(f"{what}: {detail(fault)}") from fault

@@ -6,7 +6,9 @@ import pytest
 
 from pdproxy.admin.incident import WINDOW, Cause, Incident, incident
 from pdproxy.errors import Fault
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, State
+from pdproxy.nodes.hand_over_verdict import verdict
+from pdproxy.nodes.hand_overs import Used
+from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
 from pdproxy.observe.labels import Outcome
 from pdproxy.orchestration.in_flight import MAX_BAD, LegFault, RecentEnds
 from pdproxy.orchestration.request_record import RequestRecord
@@ -41,7 +43,9 @@ def seen(*, faults: dict[str, list[float]] | None = None, ends: dict[Outcome, li
 
 
 def ask(nodes: list[NodeView] = ALL_UP, recent: RecentEnds | None = None, **more: Any) -> Incident:
-    return incident(NOW, nodes, more.get("bars", Bars()), more.get("not_ready", ""), recent or seen())
+    bars = more.get("bars", Bars())
+    hand_overs = verdict(Snapshot(tuple(nodes), bars), more.get("used", Used()))
+    return incident(NOW, nodes, bars, more.get("not_ready", ""), recent or seen(), hand_overs)
 
 
 def test_nothing_is_wrong() -> None:
@@ -106,7 +110,7 @@ def test_requests_that_are_turned_away_are_load() -> None:
 
 def test_nodes_that_exchange_no_tickets() -> None:
     found = ask(bars=Bars({("p0", "d1"): "other tokens"}))
-    assert (found.cause, found.nodes) == (Cause.NODE, ["p0", "d1"])
+    assert (found.cause, found.nodes) == (Cause.HAND_OVERS, ["p0", "d1"])
     assert found.what == ["p0 and d1 exchange no tickets: other tokens."]
 
 

@@ -52,7 +52,7 @@ def test_a_read_that_is_verified(prefill: Node, node: Node) -> None:
 
 def test_a_ticket_that_leaves_nothing_to_pull(prefill: Node, node: Node) -> None:
     first = prompt(97)
-    node.add("first", first[:96] + [5], None, max_tokens=1)
+    node.add("first", [*first[:96], 5], None, max_tokens=1)
     node.run_out("first")
     node.add("d", first, {**take_ticket(prefill, first), EXPLAIN: True})
     assert told(node, "d") == {"cause": "not_needed", "why": ""}

@@ -29,6 +29,10 @@ class FakeKvTransfer:
         """A leg may come twice, for a connection breaks under its first copy. That of a prefill leg is not aborted:
         each of the two holds blocks."""
         self.pulled = 0
+        self.told: dict[str, str] | None = None
+        """What decode nodes tell of their reads, to whoever asks."""
+        self.address = "10.0.0.1"
+        """In tickets."""
         self.deaf = False
         """No read succeeds: decode nodes compute, though blocks are held."""
         self._seen: set[str] = set()

@@ -193,7 +193,9 @@ class FakeNode:
             return Script(400, JSON, (error(400, "Out of range float values are not JSON compliant"),))
         question = dataclasses.replace(question, wrong=wrong + self.rounding * (len(question.prompt) % 2))
         if not question.stream:
-            return Script(200, JSON, (answer(question, cached, None),), computed=True)
+            told = self.fabric.told if params.get("pdproxy_explain") else None
+            report = None if told is None else {"pdproxy_read": told}
+            return Script(200, JSON, (answer(question, cached, report),), computed=True)
         if self.stream_pieces:
             return Script(200, EVENTS, self.stream_pieces)
         if records is None:
@@ -206,7 +208,8 @@ class FakeNode:
         name = self.fabric.hold(hand_over, HeldTicket(self.name, tuple(question.prompt), readers, self.dialect))
         cached = 1 if self.cache is None else self.cache.compute(question.prompt)
         ticket = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.name,
-                  "remote_request_id": name, "remote_prefill_cached_tokens": cached}  # fmt: skip
+                  "remote_request_id": name, "remote_prefill_cached_tokens": cached,
+                  "remote_host": self.fabric.address, "remote_port": 5600}  # fmt: skip
         return Script(200, JSON, (answer(question, cached, ticket),), computed=True)
 
     def _attend(self, question: ParsedRequest, params: Mapping[str, Any]) -> tuple[int, int]:

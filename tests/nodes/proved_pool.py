@@ -9,11 +9,13 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
-from pdproxy.nodes.proof import ProofResult, Prover
+from pdproxy.nodes.proof import NothingCompared, ProofResult, Prover
 from pdproxy.observe.labels import Proof
 from pdproxy.observe.metrics import Metrics
 from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import settle
+
+CANNOT = "one cannot reach the other"
 
 
 @dataclasses.dataclass
@@ -22,6 +24,8 @@ class FakeHandOverTest:
 
     formats: dict[str, int] = dataclasses.field(default_factory=dict)
     silent: set[str] = dataclasses.field(default_factory=set)
+    deaf: set[str] = dataclasses.field(default_factory=set)
+    """Nodes between which nothing is handed over."""
     failing_pairs: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     """Pairs that fail though each of them is right with others."""
     asked: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -42,20 +46,24 @@ class FakeHandOverTest:
     def _result(self, pair: tuple[str, str]) -> ProofResult:
         if self.silent & set(pair):
             return ProofResult(Proof.UNANSWERED, "no ticket")
+        if self.deaf & set(pair):
+            return ProofResult(Proof.NOT_HANDED_OVER, CANNOT)
         right = self.formats.get(pair[0], 0) == self.formats.get(pair[1], 0) and pair not in self.failing_pairs
         return ProofResult(Proof.PASSED) if right else ProofResult(Proof.FAILED, "far apart")
 
-    async def warm(self, prefill: Node, decode: Node) -> None:
-        self.warmed_up.append((prefill.name, decode.name))
+    async def warm(self, prefill: Node, decode: Node) -> ProofResult:
+        pair = prefill.name, decode.name
+        self.warmed_up.append(pair)
+        return ProofResult(Proof.NOT_HANDED_OVER, CANNOT) if self.deaf & set(pair) else ProofResult(Proof.PASSED)
 
 
 class ProvedPool:
     """A pool, its prover, and nodes that join."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compares: bool = True) -> None:
         self.clock, self.registry, self.test = FakeClock(), CollectorRegistry(), FakeHandOverTest()
         self.pool = Pool(self.clock, metrics=Metrics(self.registry))
-        self.prover = Prover(self.pool, self.test, self.clock)
+        self.prover = Prover(self.pool, self.test if compares else NothingCompared(self.test), self.clock)
 
     async def join(self, *names: str, cohort: str = "a") -> list[tuple[str, str]]:
         """Join one after the other, as the joiner does; the pairs that were tested meanwhile."""

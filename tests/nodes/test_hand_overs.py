@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.nodes.hand_overs import LAST, LAST_ON_TRIAL, HandOvers
+from pdproxy.nodes.hand_overs import LAST, LAST_ON_TRIAL, RECENT, HandOvers, Used
 from pdproxy.nodes.outlier import LATELY, Source
 
 PAIR, OTHER = ("p0", "d0"), ("p0", "d1")
@@ -87,6 +87,7 @@ def test_one_client_alone_bars_no_pair_while_another_s_tickets_are_of_use(seen: 
 def test_it_is_tested_again_with_growing_waits_and_then_on_trial(seen: Seen) -> None:
     hand_overs, now, waits = seen.hand_overs, NOW, list[float]()
     seen.in_vain(LAST)
+    hand_overs.not_passed(PAIR, now)
     for _ in range(3):
         waits.append(next(wait for wait in range(5, 2000, 5) if hand_overs.due(now + wait)))
         now += waits[-1]
@@ -99,12 +100,17 @@ def test_it_is_tested_again_with_growing_waits_and_then_on_trial(seen: Seen) -> 
     assert not seen.barred()
     seen.in_vain(now=now)
     assert seen.barred()
+    hand_overs.not_handed_over(PAIR, "d0 cannot reach p0", now)
+    assert hand_overs.bars()[PAIR] == "d0 cannot reach p0"
     waits.append(next(wait for wait in range(5, 2000, 5) if hand_overs.due(now + wait)))
     assert waits == [30, 60, 120, 480]
 
 
 def test_a_trial_that_goes_well_is_as_if_it_had_never_been_barred(seen: Seen) -> None:
     seen.in_vain(LAST)
+    assert seen.hand_overs.due(NOW) == [PAIR], "why?"
+    seen.hand_overs.passed(PAIR)
+    assert seen.barred(), "that did not show why"
     seen.hand_overs.passed(PAIR)
     seen.used(LAST)
     seen.in_vain(LAST - 6)
@@ -112,6 +118,19 @@ def test_a_trial_that_goes_well_is_as_if_it_had_never_been_barred(seen: Seen) ->
     seen.in_vain(LAST)
     assert seen.barred()
     assert seen.hand_overs.due(NOW + 30) == [PAIR]
+
+
+def test_what_became_of_the_tickets_of_five_minutes_is_counted(seen: Seen) -> None:
+    seen.used(2, now=NOW)
+    seen.in_vain(2, now=NOW + 60)
+    seen.used(4, now=NOW + 120, pair=OTHER)
+    assert seen.hand_overs.recent(NOW + 120) == Used(8, 2)
+    assert seen.hand_overs.recent(NOW + 120).share == 0.25
+    assert seen.hand_overs.recent(NOW + 300) == Used(6, 2)
+    assert seen.hand_overs.recent(NOW + 420) == Used()
+    for minute in range(100):
+        seen.used(now=NOW + 60 * minute)
+    assert len(seen.hand_overs._of(PAIR).minutes) <= RECENT + 1
 
 
 def test_a_node_that_comes_back_or_leaves_is_forgotten(seen: Seen) -> None:

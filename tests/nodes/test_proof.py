@@ -8,7 +8,7 @@ import pytest
 
 from pdproxy.nodes.proof import MOST_PARTNERS, warm_up
 from tests.nodes.fake_pool import settle
-from tests.nodes.proved_pool import ProvedPool, node_of
+from tests.nodes.proved_pool import CANNOT, ProvedPool, node_of
 
 
 @pytest.fixture
@@ -210,6 +210,38 @@ async def test_nodes_of_other_cohorts_and_models_are_not_asked(nodes: ProvedPool
 
 async def test_a_plain_warm_up_compares_nothing(nodes: ProvedPool) -> None:
     await nodes.join("p1", "p2")
-    await warm_up(nodes.pool, nodes.test, node_of("d1"))
+    await warm_up(nodes.pool, nodes.test, nodes.clock, node_of("d1"))
     assert nodes.test.warmed_up == [("p1", "d1"), ("p2", "d1")]
     assert nodes.test.asked == []
+    assert nodes.pool.hand_overs.bars() == {}
+
+
+@pytest.mark.parametrize("compares", [True, False])
+async def test_a_pair_that_hands_nothing_over_is_barred_at_once_and_says_why(
+    compares: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = ProvedPool(compares=compares)
+    nodes.test.deaf.add("d1")
+    await nodes.join("p1", "d1")
+    assert not nodes.allowed("p1", "d1")
+    assert nodes.pool.bars.pairs == {("p1", "d1"): CANNOT}
+    assert not nodes.prover.proved("d1")
+    assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == [
+        f"prefill node p1 and decode node d1 exchange no tickets: {CANNOT}"
+    ]
+    async with nodes.running():
+        nodes.test.deaf.clear()
+        await nodes.after(31)
+        assert nodes.allowed("p1", "d1")
+
+
+async def test_a_warm_up_shows_pairs_that_hand_nothing_over(nodes: ProvedPool) -> None:
+    await nodes.join("d1", "d2", "d3", "d4", "p1")
+    nodes.test.deaf.add("p2")
+    await nodes.join("p2")
+    assert nodes.test.warmed_up
+    assert not any(nodes.allowed("p2", decode) for decode in ("d1", "d2", "d3", "d4"))
+    assert all(nodes.allowed("p1", decode) for decode in ("d1", "d2", "d3", "d4"))
+    async with nodes.running():
+        asked = await nodes.after(3600)
+    assert 30 * 4 <= len(asked) <= 32 * 4, "soon after the network is mended the node is to be used"

@@ -19,6 +19,13 @@ from tests.orchestration.prompts import body_for
 HEADERS = (("authorization", "Bearer operator"),)
 
 
+TOLD = (
+    ("peer_unreachable", "[Errno 111] Connection refused", "d0 cannot reach p0 at 127.0.0.1:5600: set NODE_ADDRESS"),
+    ("digest", "the ticket is for another prompt", "d0 makes another prompt of a request than p0"),
+    ("of a newer release", "what?", "d0 does not read the tickets of p0 (of a newer release) (what?)"),
+)
+
+
 class Pair(FakeCluster):
     """One prefill and one decode node, and the test."""
 
@@ -120,7 +127,7 @@ async def test_a_model_without_a_chat_template_is_asked_no_chat() -> None:
     assert not [seen for node in pair.nodes for seen in node.legs() if seen.path == Endpoint.CHAT]
 
 
-async def test_a_chat_that_is_computed_all_the_same_proves_nothing() -> None:
+async def test_a_chat_that_is_computed_all_the_same_is_not_handed_over() -> None:
     pair = Pair()
     respond = pair.decode.respond
 
@@ -130,7 +137,7 @@ async def test_a_chat_that_is_computed_all_the_same_proves_nothing() -> None:
 
     pair.decode.respond = deaf_to_chats  # type: ignore[method-assign]
     result = await pair.test_pair()
-    assert result.proof is Proof.UNANSWERED
+    assert result.proof is Proof.NOT_HANDED_OVER
     assert "computed the prompt itself" in result.why
 
 
@@ -168,13 +175,40 @@ async def test_one_failure_does_not_count() -> None:
     assert pair.counted(Proof.FAILED) == 0
 
 
-async def test_a_decode_node_that_computes_all_the_same_proves_nothing() -> None:
+async def test_a_decode_node_that_computes_all_the_same_hands_nothing_over() -> None:
+    """One without pdproxy's connector, which does not tell why."""
     pair = Pair()
     pair.fabric.deaf = True
     result = await pair.test_pair()
-    assert result.proof is Proof.UNANSWERED
-    assert "computed the prompt itself" in result.why
-    assert len(pair.fabric.released) == 1
+    assert result.proof is Proof.NOT_HANDED_OVER
+    assert result.why.startswith("d0 computed the prompt itself though it had a ticket of p0, to be read at ")
+    assert len(pair.fabric.released) == 2, "it counts only if it happens twice"
+    assert pair.counted(Proof.NOT_HANDED_OVER) == 1
+
+
+@pytest.mark.parametrize(("cause", "why", "said"), TOLD)
+async def test_a_decode_node_tells_why(cause: str, why: str, said: str) -> None:
+    pair = Pair()
+    pair.fabric.deaf, pair.fabric.told, pair.fabric.address = True, {"cause": cause, "why": why}, "127.0.0.1"
+    result = await pair.test_pair()
+    assert result.proof is Proof.NOT_HANDED_OVER
+    assert said in result.why
+    (leg,) = [seen.body["kv_transfer_params"] for seen in completions(pair.decode)[2:3]]
+    assert leg["pdproxy_explain"] is True
+    warmed = await pair.test.warm(*pair.nodes_of_pool())
+    assert (warmed.proof, warmed.why) == (Proof.NOT_HANDED_OVER, result.why)
+    await pair.settle()
+
+
+async def test_what_the_decode_node_tells_counts_more_than_its_usage() -> None:
+    """Its usage may say nothing."""
+    pair = Pair()
+    pair.fabric.told = {"cause": "verified", "why": ""}
+    assert (await pair.test_pair()).proof is Proof.PASSED
+    pair.fabric.told = {"cause": "no_progress", "why": ""}
+    result = await pair.test_pair()
+    assert result.proof is Proof.NOT_HANDED_OVER
+    assert "UCX_NET_DEVICES" in result.why
 
 
 @pytest.mark.parametrize("role", Role)
@@ -265,20 +299,20 @@ async def test_a_node_without_a_tokenizer_gets_token_ids() -> None:
     assert all(8 <= token < 250 for token in prompt)
 
 
-async def test_a_warm_up_asks_for_one_token_and_concludes_nothing() -> None:
+async def test_a_warm_up_asks_for_one_token_and_compares_nothing() -> None:
     pair = Pair()
     pair.prefill.dialect = 9
-    await pair.test.warm(*pair.nodes_of_pool())
+    assert (await pair.test.warm(*pair.nodes_of_pool())).proof is Proof.PASSED
     await pair.settle()
     assert [len(completions(node)) for node in pair.nodes] == [1, 1]
     assert completions(pair.decode)[0].body["max_tokens"] == 1
-    assert [pair.counted(proof) for proof in Proof] == [0, 0, 0]
+    assert not any(pair.counted(proof) for proof in Proof)
 
 
 async def test_a_failed_warm_up_releases_on_every_rank() -> None:
     pair = Pair()
     pair.decode.fault = InjectedFault(FaultKind.STATUS, status=500)
-    await pair.test.warm(*pair.nodes_of_pool(ranks=2))
+    assert (await pair.test.warm(*pair.nodes_of_pool(ranks=2))).proof is Proof.UNANSWERED
     await pair.context.background.aclose()
     released = [dict(seen.headers).get("x-data-parallel-rank") for seen in pair.prefill.seen[1:]]
     assert released == ["0", "1"]

@@ -1,0 +1,102 @@
+"""Whether prompts are handed over at all, in one line for the operator: /ready, the page and a metric go by it. Pure.
+
+A proxy whose hand-overs fail still answers every request, from decode nodes alone: nothing else would show it.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from pdproxy.nodes.hand_overs import RECENT, Used
+from pdproxy.nodes.node import SERVING, Bars, Node, Role, Snapshot, State
+
+ENOUGH, MANY = 20, 0.5
+"""So many tickets of which such a part was of no use say that something is wrong, whichever pairs they were of."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HandOverVerdict:
+    """What there is to say of hand-overs now.
+
+    Attributes:
+        why: a sentence for each thing that keeps some from happening; empty where all is well.
+        fail: none happen between the nodes that serve.
+        used: what became of the tickets of the last minutes.
+    """
+
+    why: Sequence[str] = ()
+    fail: bool = False
+    used: Used = dataclasses.field(default_factory=Used)
+
+    def line(self) -> str:
+        """All of it in one line, whether something is wrong or not."""
+        if self.fail:
+            return f"hand-overs fail: decode nodes compute the prompts themselves; {self.why[0]}"
+        if self.why:
+            return f"some hand-overs fail: {self.why[0]}. {self.share()}"
+        return f"nothing keeps hand-overs from happening. {self.share()}"
+
+    def share(self) -> str:
+        """The share of tickets that were of no use."""
+        if not self.used.tickets:
+            return f"No ticket was given in {RECENT} minutes"
+        told = f"{self.used.in_vain:,} of {self.used.tickets:,} tickets in {RECENT} minutes ({self.used.share:.0%})"
+        return f"Computed twice: the prompts of {told}"
+
+
+def verdict(now: Snapshot, used: Used) -> HandOverVerdict:
+    """By the nodes as they stand, and what became of the last tickets."""
+    prefills, decodes = ([view.node for view in now.nodes if _serves(view.state, view.node, role)] for role in Role)
+    why = [*_refused(now), *_barred(now.bars, prefills, decodes)]
+    works = any(_makes_pair(prefill, decode, now.bars) for decode in decodes for prefill in prefills)
+    if not works and not why:
+        why += _unlike(prefills, decodes)
+    if used.tickets >= ENOUGH and used.share >= MANY:
+        why.append(
+            f"{used.in_vain:,} of the last {used.tickets:,} tickets were of no use: their prompts were computed twice"
+        )
+    return HandOverVerdict(tuple(dict.fromkeys(why)), bool(why and decodes and not works), used)
+
+
+def _serves(state: State, node: Node, role: Role) -> bool:
+    return state in SERVING and node.role is role
+
+
+def _makes_pair(prefill: Node, decode: Node, bars: Bars) -> bool:
+    return _of_one_model(prefill, decode) and prefill.is_partner(decode) and bars.allow(prefill.name, decode.name)
+
+
+def _of_one_model(prefill: Node, decode: Node) -> bool:
+    return prefill.serves(decode.model) or decode.serves(prefill.model)
+
+
+def _refused(now: Snapshot) -> Iterator[str]:
+    for view in now.nodes:
+        if view.state is State.REFUSED and view.node.role is Role.PREFILL:
+            yield f"{view.name} is refused: {view.reason}"
+
+
+def _barred(bars: Bars, prefills: Sequence[Node], decodes: Sequence[Node]) -> Iterator[str]:
+    """Of nodes that serve."""
+    here = {node.name for node in (*prefills, *decodes)}
+    for name, why in bars.nodes.items():
+        if name in here:
+            yield f"{name} exchanges no tickets with any node: {why}"
+    for pair, why in bars.pairs.items():
+        if here.issuperset(pair):
+            named = all(name in why for name in pair)
+            yield why if named else f"{pair[0]} and {pair[1]} exchange no tickets: {why}"
+
+
+def _unlike(prefills: Sequence[Node], decodes: Sequence[Node]) -> Iterator[str]:
+    """Why nodes that serve make no pair; nothing where one role is missing."""
+    for prefill, decode in zip(prefills[:1], decodes[:1], strict=False):
+        if not _of_one_model(prefill, decode):
+            yield (
+                f"{prefill.name} serves {prefill.model}, and {decode.name} {decode.model}: give nodes of one model one"
+                " --served-model-name"
+            )
+        else:
+            parts = prefill.fingerprint.keys() | decode.fingerprint.keys()
+            unlike = sorted(part for part in parts if prefill.fingerprint.get(part) != decode.fingerprint.get(part))
+            what = ", ".join(part for part in unlike if part != "all") or "versions"
+            yield f"{prefill.name} and {decode.name} differ in {what}: pdproxy check says what to align"
