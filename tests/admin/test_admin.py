@@ -95,6 +95,23 @@ async def test_ready_needs_a_decode_node(client: httpx.AsyncClient, context: Adm
     assert (await client.get("/ready")).status_code == 200
 
 
+async def test_ready_is_degraded_while_nothing_is_handed_over(client: httpx.AsyncClient, context: AdminContext) -> None:
+    """Requests are served all the same."""
+    serve(context, PREFILL)
+    serve(context, DECODE)
+    assert (await client.get("/ready")).json() == {"status": "ready"}
+    why = f"{DECODE.name} cannot reach {PREFILL.name} at 127.0.0.1:5600: set NODE_ADDRESS"
+    context.pool.bar(Bars({(PREFILL.name, DECODE.name): why}))
+    answer = await client.get("/ready")
+    assert (answer.status_code, answer.json()) == (200, {"status": "degraded"})
+    state = (await client.get("/ui/state")).json()
+    assert state["ready"] == "degraded"
+    assert state["incident"]["hand_overs"].startswith(
+        f"hand-overs fail: decode nodes compute the prompts themselves; {why}"
+    )
+    assert state["incident"]["cause"] == "hand_overs"
+
+
 async def test_ready_with_a_prefill_node_alone_where_it_is_the_last_resort(context: AdminContext) -> None:
     last_resort = dataclasses.replace(context, on_no_decode=OnNoDecode.PREFILL)
     assert readiness(last_resort) is Readiness.NO_DECODE

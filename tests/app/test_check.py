@@ -8,14 +8,19 @@ from pathlib import Path
 import pytest
 
 from pdproxy.__main__ import main
+from pdproxy.app import hand_over_check
 from pdproxy.app.check import Report, check, inspect
 from pdproxy.app.host import HostEnvironment, ServiceAccount
+from pdproxy.nodes.node import Node
+from pdproxy.nodes.node import Role as PoolRole
+from pdproxy.request import Endpoint
 from pdproxy.settings.model import ConfiguredNode, Discovery, Settings
 from pdproxy.settings.types import DiscoveryKind, Role
 from tests.app.zone import Zone
+from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
-from tests.fakes.node import FakeNode
+from tests.fakes.node import FakeNode, Script
 from tests.nodes.discovery.apiserver import ApiServer
 
 NOBODY = "http://127.0.0.1:1"
@@ -140,3 +145,54 @@ def test_the_command_prints_it_and_fails(tmp_path: Path, capsys: pytest.CaptureF
     path.write_text("[]")
     assert main(words) == 1
     assert capsys.readouterr().out == f"the file {path}: there are no nodes now\n"
+
+
+@contextlib.asynccontextmanager
+async def pairs(fabric: FakeKvTransfer, decodes: int = 1) -> AsyncIterator[tuple[Settings, FakeNode]]:
+    """A prefill node and decode nodes, and the former."""
+    give = FakeNode("p", fabric)
+    async with contextlib.AsyncExitStack() as stack:
+        prefill = await stack.enter_async_context(LoopbackNode(give))
+        fakes = [FakeNode(f"d{each}", fabric) for each in range(decodes)]
+        others = [await stack.enter_async_context(LoopbackNode(each)) for each in fakes]
+        entries = [ConfiguredNode(url=prefill.url, role=Role.PREFILL, model="m")]
+        entries += [ConfiguredNode(url=each.url, role=Role.DECODE, model="m") for each in others]
+        yield Settings(nodes=tuple(entries)), give
+
+
+async def test_a_prompt_is_handed_over_between_the_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    async with pairs(fabric := FakeKvTransfer(), decodes=2) as (told, _):
+        assert await asyncio.to_thread(check, told) == 0
+        assert fabric.pulled == 2
+        assert fabric.held == {}
+        fabric.deaf, fabric.told = True, {"cause": "peer_unreachable", "why": "[Errno 111] Connection refused"}
+        assert await asyncio.to_thread(check, told) == 1
+        assert fabric.held == {}, "what was not read is released"
+    lines = capsys.readouterr().out.splitlines()
+    failing = [line for line in lines if line.startswith("hand-overs fail: ")]
+    assert [line.split()[2] for line in failing] == ["decode-0", "decode-1"]
+    assert (
+        "cannot reach prefill-0 at 10.0.0.1:5600 ([Errno 111] Connection refused): nothing listens there" in failing[0]
+    )
+
+
+@pytest.mark.parametrize("kind", [FaultKind.RESET, FaultKind.NO_TICKET, FaultKind.STATUS])
+async def test_a_prefill_node_without_tickets_is_named(kind: FaultKind, capsys: pytest.CaptureFixture[str]) -> None:
+    async with pairs(FakeKvTransfer()) as (told, give):
+        respond = give.respond
+
+        def failing(path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Script:
+            give.fault = InjectedFault(kind, status=500) if path == Endpoint.COMPLETIONS else None
+            return respond(path, raw, headers)
+
+        give.respond = failing  # type: ignore[method-assign]
+        assert await asyncio.to_thread(check, told) == 1
+    assert "hand-overs fail: prefill-0 to decode-0: prefill-0 gave no ticket: " in capsys.readouterr().out
+
+
+def test_of_very_many_nodes_each_is_tried_once() -> None:
+    nodes = [Node(f"{role}-{each}", "http://n", PoolRole(role), "m") for role in Role for each in range(40)]
+    tried = hand_over_check._pairs(nodes)
+    assert len(tried) < 100
+    assert {name for prefill, decode in tried for name in (prefill.name, decode.name)} == {node.name for node in nodes}
+    assert len(hand_over_check._pairs(nodes[36:44])) == 16

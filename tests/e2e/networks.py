@@ -88,6 +88,11 @@ class Network:
         """Swallow what goes over the data network from now on."""
         self._in(SWITCH, "link", "set", "dev", "decode-data", "nomaster")
 
+    def close_side_channel(self) -> None:
+        """Swallow what the decode node sends to the prefill node over the control network, as a firewall does."""
+        nobody = ("lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "control")
+        self._in("decode", "neigh", "replace", f"{CONTROL}.{HOSTS['prefill']}", *nobody)
+
     def heal(self) -> None:
         """Let it pass again."""
         self._in(SWITCH, "link", "set", "dev", "decode-data", "master", "data")

@@ -123,3 +123,38 @@ def test_no_block_size_is_advised_where_groups_are_repeated() -> None:
     divided = block_size_advice(grouped(1, 8), grouped(2, 8, 32))
     assert "equal degrees; of degrees that divide the model's 8 groups, any two" in divided
     assert divided.endswith("any two with --block-size 32 on both")
+
+
+def reached(at: str, role: Role, side_channel: str = "127.0.0.1:5600") -> NodeInfo:
+    node = Node(f"{role}-0", f"http://{at}:8000", role)
+    return NodeInfo(node, ModelCard(("tiny",), "/models/tiny", 4096), "", {**LABELS, "side_channel": side_channel})
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "side_channel", "refused"),
+    [
+        ("10.0.0.1", "10.0.0.2", "127.0.0.1:5600", True),
+        ("10.0.0.1", "127.0.0.1", "127.0.0.1:5600", True),
+        ("10.0.0.1", "decode", "0.0.0.0:5600", True),
+        ("[fd00::1]", "[fd00::2]", "[::1]:5600", True),
+        ("10.0.0.1", "10.0.0.2", "localhost:5600", True),
+        ("10.0.0.1", "10.0.0.2", "10.0.0.1:5600", False),
+        ("10.0.0.1", "10.0.0.1", "127.0.0.1:5600", False),
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1:5600", False),
+        ("prefill", "decode", "127.0.0.1:5600", False),
+        ("10.0.0.1", "10.0.0.2", "", False),
+    ],
+)
+def test_an_address_of_one_s_own_host_is_refused_where_decode_nodes_are_elsewhere(
+    prefill: str, decode: str, side_channel: str, refused: bool
+) -> None:
+    """Names may lead anywhere: there the known-answer test shows it. Nobody asks a decode node's side channel."""
+    give, take = reached(prefill, Role.PREFILL, side_channel), reached(decode, Role.DECODE)
+    everyone = [give.node, take.node]
+    found = [str(each) for each in check_compatibility(give, [], everyone).refusals]
+    host, at = prefill.strip("[]"), side_channel
+    cannot = f"side_channel: decode-0 cannot reach prefill-0 at {at} (the proxy does at {host})"
+    text = f"{cannot}: set NODE_ADDRESS on prefill-0's host"
+    assert [each.startswith(text) for each in found] == ([True] if refused else [])
+    assert check_compatibility(take, [], everyone).refusals == ()
+    assert check_compatibility(give, [], [give.node]).refusals == ()

@@ -239,6 +239,16 @@ CASES = (
         quiet=("5m", "20m"),
     ),
     Case(
+        "PdproxyHandOversFail",
+        ill={"pdproxy_hand_overs_failing": "0x4 1x40 0x40"},
+        # A proxy that restarts while its nodes do.
+        well={"pdproxy_hand_overs_failing": "1x1 0x80"},
+        pending="2m",
+        firing="6m",
+        over="44m",
+        severity="page",
+    ),
+    Case(
         "PdproxyRecomputing",
         ill={COMPLETIONS % "ok": "0+100x120", "pdproxy_recomputed_total": "0+6x50 300x70"},
         well={COMPLETIONS % "ok": "0+100x60", "pdproxy_recomputed_total": "0+4x60"},

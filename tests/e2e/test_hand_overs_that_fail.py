@@ -1,0 +1,147 @@
+"""Hand-overs that cannot happen between two hosts are said everywhere within half a minute of the proxy's start.
+
+Each case starts two nodes in network namespaces and a proxy in front of them, as a process: `pdproxy check`, /ready,
+the page's state, the log and the metric all say it, with the cause and what to change.
+"""
+
+import ipaddress
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.local.node import NodeSpec, Role
+from deploy.local.paths import ROOT
+from deploy.local.ports import HOST, free_row
+from deploy.local.stack import await_nodes, logs_of
+from deploy.local.supervise import Supervisor, inherited
+from tests.e2e.networks import CONTROL, SIDE_CHANNEL_PORT, Network, can_make_networks
+
+pytestmark = [
+    pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(600),
+    pytest.mark.skipif(not can_make_networks(), reason="network namespaces need root"),
+]  # fmt: skip
+
+LONG = pytest.mark.long
+WITHIN_S = 30.0
+"""From the proxy's start."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mistake.
+
+    Attributes:
+        said: of the sentence, as a pattern.
+        prefill, decode: more of the nodes' environments.
+        refused: it is seen before anything is handed over.
+        named: the proxy has names of the nodes, which say nothing of where they are.
+        cut: the network of the reads swallows everything.
+        closed: the decode node's questions to the side channel are swallowed.
+    """
+
+    said: str
+    prefill: dict[str, str] = field(default_factory=dict)
+    decode: dict[str, str] = field(default_factory=dict)
+    refused: bool = False
+    named: bool = False
+    cut: bool = False
+    closed: bool = False
+
+
+FORGOTTEN = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_HOST_IP": HOST}
+CANNOT = rf"decode-0 cannot reach prefill-0 at {re.escape(HOST)}:{SIDE_CHANNEL_PORT}"
+THERE = rf"prefill-0 at {re.escape(CONTROL)}\.2:{SIDE_CHANNEL_PORT}"
+MINE, YOURS = ({"PDPROXY_TICKET_KEYS": letter * 32} for letter in "ab")
+CASES = (
+    pytest.param(Case(rf"{CANNOT} .*: set NODE_ADDRESS", FORGOTTEN, FORGOTTEN, refused=True), id="forgotten address"),
+    pytest.param(Case(rf"{CANNOT}: set NODE_ADDRESS", FORGOTTEN, FORGOTTEN, named=True), id="and nodes by name"),
+    pytest.param(
+        Case(rf"decode-0 cannot reach {THERE} \(no answer .*firewall", closed=True), id="closed port", marks=LONG
+    ),
+    pytest.param(Case(rf"decode-0 reaches {THERE}, but .*UCX_NET_DEVICES", cut=True), id="cut network", marks=LONG),
+    pytest.param(Case("give both nodes the same ticket keys", MINE, YOURS), id="other keys", marks=LONG),
+    pytest.param(Case("UCX_TLS", decode={"UCX_TLS": "self"}), id="no common transport", marks=LONG),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A proxy before two nodes."""
+
+    operators: httpx.Client
+    settings: tuple[str, ...]
+    log: Path
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.operators.get("/ui/state").raise_for_status().json()
+        return found
+
+
+@contextmanager
+def asked(supervisor: Supervisor, prefill: str, decode: str) -> Iterator[Asked]:
+    clients, operators = free_row(2)
+    settings = (f"--prefill={prefill}", f"--decode={decode}")
+    line = [sys.executable, "-m", "pdproxy", "serve", *settings, f"--listen-port={clients}",
+            f"--listen-admin-port={operators}"]  # fmt: skip
+    part = supervisor.start("proxy", line, inherited() | {"NO_PROXY": "*"}, ROOT)
+    with httpx.Client(base_url=f"http://{HOST}:{operators}", trust_env=False, timeout=10) as client:
+        yield Asked(client, settings, part.log)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_said_everywhere(case: Case) -> None:
+    with Network() as network, Supervisor(logs_of("e2e-no-hand-over")) as supervisor:
+        give = network.start(supervisor, NodeSpec("prefill", Role.PREFILL, 0, 0, more_environment=case.prefill))
+        take = network.start(supervisor, NodeSpec("decode", Role.DECODE, 0, 0, more_environment=case.decode))
+        await_nodes(supervisor, [give, take], print)
+        if case.cut:
+            network.cut()
+        if case.closed:
+            network.close_side_channel()
+        began = time.monotonic()
+        with asked(supervisor, *(name(node.url) if case.named else node.url for node in (give, take))) as proxy:
+            status, state = until_said(proxy, began)
+            print(f"{time.monotonic() - began:.1f} s: {state['incident']['hand_overs']}")
+            assert re.search(case.said, state["incident"]["hand_overs"])
+            assert state["incident"]["hand_overs"].startswith("hand-overs fail: ")
+            assert (status, state["incident"]["cause"]) == ("degraded", "hand_overs")
+            assert "pdproxy_hand_overs_failing 1.0" in proxy.operators.get("/metrics").text
+            assert re.search(case.said, proxy.log.read_text())
+            assert time.monotonic() - began < WITHIN_S
+        checked = subprocess.run(
+            [sys.executable, "-m", "pdproxy", "check", *proxy.settings],
+            cwd=ROOT, env=inherited() | {"NO_PROXY": "*"}, capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        print(checked.stdout)
+        assert checked.returncode == 1
+        assert re.search(case.said, checked.stdout)
+        assert ("refused" in checked.stdout) is case.refused
+
+
+def name(url: str) -> str:
+    """The same address, in a form that is no address to whoever does not resolve it."""
+    host = url.split("/")[2].partition(":")[0]
+    return url.replace(host, str(int(ipaddress.IPv4Address(host))))
+
+
+def until_said(proxy: Asked, began: float) -> tuple[str, dict[str, Any]]:
+    """What /ready and the page say once the proxy says that something is wrong."""
+    while True:
+        try:
+            answer = proxy.operators.get("/ready").json()
+            if answer["status"] == "degraded":
+                return answer["status"], proxy.state()
+        except (httpx.TransportError, json.JSONDecodeError):
+            answer = {"status": "not up yet"}
+        assert time.monotonic() - began < 3 * WITHIN_S, answer
+        time.sleep(0.2)
