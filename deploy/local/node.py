@@ -57,10 +57,10 @@ class NodeSpec:
 
     `gpu_blocks`: size of the KV cache in blocks; few for a node that overflows on purpose (vLLM refuses fewer than the
     longest prompt needs); None leaves it to `VLLM_CPU_KVCACHE_SPACE`, 1 GiB. `connector_module`: where vLLM finds the
-    connector, which gets `connector_config` as `kv_connector_extra_config`. `more_arguments` and `more_environment`
-    come last and so win. `side_channel_port` is the first data-parallel rank's; the others take those that follow it.
-    `block_size`, `prefix_match_unit`: in tokens; None leaves them to vLLM, as the unit must be for a model without
-    state groups, whose node would end at start.
+    connector, "" for vLLM's own; it gets `connector_config` as `kv_connector_extra_config`. `more_arguments` and
+    `more_environment` come last and so win. `side_channel_port` is the first data-parallel rank's; the others take
+    those that follow it. `block_size`, `prefix_match_unit`: in tokens; None leaves them to vLLM, as the unit must be
+    for a model without state groups, whose node would end at start.
     """
 
     name: str
@@ -102,7 +102,7 @@ def kv_transfer_config(spec: NodeSpec) -> dict[str, object]:
     """Our connector under vLLM's name for its own: the module path wins, and checks made by name still pass."""
     return {
         "kv_connector": "NixlConnector",
-        "kv_connector_module_path": spec.connector_module,
+        **({"kv_connector_module_path": spec.connector_module} if spec.connector_module else {}),
         "kv_role": spec.role.value,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": dict(spec.connector_config),
