@@ -16,8 +16,8 @@ REPORT = "pdproxy_read"
 """In the ``kv_transfer_params`` of a decode node's answer."""
 EXPLAIN = "pdproxy_explain"
 """Beside the ticket: asks for that report."""
-HANDED_OVER = frozenset({"verified", "not_needed"})
-"""Causes that are none: the ticket was read, or the decode node had all of it cached."""
+HANDED_OVER = frozenset({"verified", "not_needed", "own_engine"})
+"""Causes that are none: the ticket was read, the decode node had all of it cached, or it is the prefill node itself."""
 _BY_ADDRESS = frozenset({"", "peer_unreachable"})
 """Causes that an address has which is right on the prefill node's own host alone."""
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from pdproxy.admin.context import AdminContext
 from pdproxy.credential import Secret
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Bars, Node, Role
 from pdproxy.observe.labels import Outcome, Prediction, RouteReason
 from pdproxy.orchestration.request_record import AnswerRecord
 from pdproxy.request import Endpoint
@@ -99,6 +99,22 @@ async def test_an_incident_is_answered_at_a_glance(look: Look) -> None:
     hit = "none of 1 requests in 5 minutes; 1 leg failed, and others took over"
     assert text_of(page, "hit") == hit
     assert re.fullmatch(r"d0 has been (down|probing) for 3 min \(last fault: reset\)\.", text_of(page, "what"))
+
+
+async def test_the_first_line_is_about_hand_overs(look: Look) -> None:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    await cluster.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=False))
+    page = await look(context_of(cluster))
+    share = "Computed twice: the prompts of 0 of 1 tickets in 5 minutes (0%)"
+    assert text_of(page, "hand-overs") == f"● nothing keeps hand-overs from happening. {share}"
+    cannot = "d0 cannot reach p0 at 127.0.0.1:5600: set NODE_ADDRESS"
+    cluster.pool.bar(Bars({("p0", "d0"): cannot}))
+    page = await look(context_of(cluster))
+    whole = f"✕ hand-overs fail: decode nodes compute the prompts themselves; {cannot}"
+    assert text_of(page, "hand-overs") == whole
+    assert text_of(page, "cause").startswith("✕ nodes that hand nothing over")
+    assert text_of(page, "ready") == "◐ degraded"
+    assert page.index('id="hand-overs"') < page.index('id="cause"')
 
 
 async def test_whoever_is_hit_is_named(look: Look) -> None:

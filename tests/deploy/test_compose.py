@@ -18,8 +18,8 @@ from tests.deploy.containers import container
 from tests.deploy.dockerfile import FOLDER, stages
 
 PROFILES = {
-    "prefill": {"prefill"},
-    "decode": {"admin-token", "decode", "proxy"},
+    "prefill": {"node-address", "prefill"},
+    "decode": {"node-address", "admin-token", "decode", "proxy"},
     "cpu": {"admin-token", "cpu-prefill", "cpu-decode", "cpu-proxy"},
     "watch": {"prometheus", "grafana"},
 }
@@ -54,6 +54,20 @@ BUILT = [(profile, name) for profile, names in PROFILES.items() if profile != "w
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_profile_resolves_to_its_services(profile: str) -> None:
     assert set(resolved(profile)) == PROFILES[profile]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_with_a_gpu_starts_only_where_its_address_is_set(role: str) -> None:
+    services = resolved(role)
+    assert services[role]["depends_on"]["node-address"] == {"condition": "service_completed_successfully"}
+    demand = services["node-address"]
+    shell, flag, script = (*demand["entrypoint"], *demand["command"])
+    assert (demand["restart"], demand["environment"]) == ("no", {"NODE_ADDRESS": ""})
+    for address, status in (("", 1), ("10.0.0.1", 0)):
+        line = [shell, flag, script.replace("$$", "$")]
+        ran = subprocess.run(line, env={"NODE_ADDRESS": address}, capture_output=True, text=True, check=False)
+        assert ran.returncode == status
+        assert ran.stderr.startswith("set NODE_ADDRESS in .env: the address by which") is bool(status)
 
 
 @pytest.mark.parametrize(("profile", "service"), [("decode", "proxy"), ("cpu", "cpu-proxy")])
@@ -229,10 +243,11 @@ def test_a_node_that_loads_a_large_model_stays_healthy() -> None:
 def test_no_container_may_do_more_than_it_must(profile: str, name: str) -> None:
     service = resolved(profile)[name]
     assert "privileged" not in service
-    if "gpu-node" not in service["build"]["dockerfile"]:
+    built_from = service.get("build", {}).get("dockerfile", "")
+    if "gpu-node" not in built_from:
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
-    if "proxy" in service["build"]["dockerfile"]:
+    if "proxy" in built_from:
         assert service["read_only"] is True
 
 

@@ -69,8 +69,8 @@ CASES = (
         Case(rf"decode-0 cannot reach {THERE} \(no answer .*firewall", closed=True), id="closed port", marks=LONG
     ),
     pytest.param(Case(rf"decode-0 reaches {THERE}, but .*UCX_NET_DEVICES", cut=True), id="cut network", marks=LONG),
-    pytest.param(Case("give both nodes the same ticket keys", MINE, YOURS), id="other keys", marks=LONG),
-    pytest.param(Case("UCX_TLS", decode={"UCX_TLS": "self"}), id="no common transport", marks=LONG),
+    pytest.param(Case("give both the same .PDPROXY_TICKET_KEYS", MINE, YOURS), id="other keys", marks=LONG),
+    pytest.param(Case("UCX_TLS", decode={"UCX_NET_DEVICES": "lo"}), id="no common transport", marks=LONG),
 )
 
 
