@@ -61,10 +61,10 @@ def test_a_node_with_a_gpu_starts_only_where_its_address_is_set(role: str) -> No
     services = resolved(role)
     assert services[role]["depends_on"]["node-address"] == {"condition": "service_completed_successfully"}
     demand = services["node-address"]
-    shell, flag, script = (*demand["entrypoint"], *demand["command"])
+    [script] = demand["command"]
     assert (demand["restart"], demand["environment"]) == ("no", {"NODE_ADDRESS": ""})
     for address, status in (("", 1), ("10.0.0.1", 0)):
-        line = [shell, flag, script.replace("$$", "$")]
+        line = [*demand["entrypoint"], script.replace("$$", "$")]
         ran = subprocess.run(line, env={"NODE_ADDRESS": address}, capture_output=True, text=True, check=False)
         assert ran.returncode == status
         assert ran.stderr.startswith("set NODE_ADDRESS in .env: the address by which") is bool(status)
