@@ -2,6 +2,7 @@
 
 ::
 
+    every     a look that is taken again and again, some seconds after the last one
     keep      a loop that should never end: one that does is counted, and begun again after a pause
     start     a watch over something: runs until it ends, or until its task or `aclose` cancels it
     finish    a short errand, bounded by itself: `aclose` waits for it
@@ -49,6 +50,16 @@ class Background:
     def errands(self) -> int:
         """How many are under way."""
         return len(self._errands)
+
+    def every(self, name: str, seconds: float, look: Callable[[], Work]) -> None:
+        """Do some work now, and again ``seconds`` after each end."""
+
+        async def again_and_again() -> None:
+            while True:
+                await look()
+                await self._clock.sleep(seconds)
+
+        self.keep(name, again_and_again)
 
     def keep(self, name: str, work: Callable[[], Work]) -> None:
         """Run work that should never end."""

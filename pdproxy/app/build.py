@@ -13,7 +13,7 @@ from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTO
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
 from pdproxy.admin.guard import GuardedPort, RefusalLog
-from pdproxy.app.files import FileWatcher
+from pdproxy.app.files import INTERVAL, FileWatcher
 from pdproxy.app.host import HostEnvironment, Secrets, Sources, transports
 from pdproxy.app.kv_events import KvEvents, kv_events
 from pdproxy.app.sizing import SizingWatch
@@ -83,7 +83,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
         registry.register(collector)
     metrics = Metrics(registry)
-    secrets = Secrets(settings, files := FileWatcher(clock, metrics), metrics)
+    secrets = Secrets(settings, files := FileWatcher(metrics), metrics)
     headers = secrets.credential.headers
     pool = _pool(settings, clock, metrics)
     sources = Sources(settings.discovery, clock, host)
@@ -117,9 +117,9 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     if settings.health.silence:
         watch = SilenceWatch(pool, transport, clock, outages, metrics, _silence_config(settings), headers)
         background.keep(Task.SILENCE, watch.run)
-    background.keep(Task.FILES, files.run)
+    background.every(Task.FILES, INTERVAL, files.look)
     background.keep(Task.SIZING, sizing.run)
-    background.keep(Task.PROOF, prover.run)
+    background.every(Task.PROOF, 1.0, prover.look)
     if events is not None:
         background.keep(Task.EVENTS, events.subscriber.run)
     for source in sources.all:

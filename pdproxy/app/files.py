@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pdproxy.clock import Clock
 from pdproxy.errors import SettingsError
 from pdproxy.observe.labels import FileChange, WatchedSetting
 from pdproxy.observe.metrics import Metrics
@@ -43,10 +42,8 @@ class FileWatcher:
     it stays.
     """
 
-    def __init__(self, clock: Clock, metrics: Metrics, interval: float = INTERVAL) -> None:
-        self._clock = clock
+    def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._interval = interval
         self._watched: list[_Watched] = []
 
     def add(self, setting: WatchedSetting, paths: Sequence[Path | None], load: Callable[[], None]) -> None:
@@ -62,14 +59,8 @@ class FileWatcher:
             self._watched.append(_Watched(setting, files, load, digests, digests))
             self._metrics.file_watched(setting)
 
-    async def run(self) -> None:
-        """Look again and again, until cancelled."""
-        while True:
-            await self._clock.sleep(self._interval)
-            await self.look()
-
     async def look(self) -> None:
-        """Look at every file once."""
+        """Look at every file once; to be called each `INTERVAL`."""
         for each in tuple(self._watched):
             digests = await asyncio.to_thread(_digests, each.paths)
             if digests != each.seen:

@@ -122,15 +122,13 @@ class Prover:
             )
         self._publish()
 
-    async def run(self) -> None:
-        """Bar pairs whose tickets are of no use, and repeat tests that failed or could not be made, one pair at a time,
-        until cancelled."""
-        while True:
-            if self._pool.hand_overs.changed:
-                self._publish()
-            for prefill, decode in self._due():
-                await self._ask(prefill, decode)
-            await self._clock.sleep(1.0)
+    async def look(self) -> None:
+        """Bar pairs whose tickets are of no use, and repeat tests that failed or could not be made, one pair at a time;
+        to be called each second."""
+        if self._pool.hand_overs.changed:
+            self._publish()
+        for prefill, decode in self._due():
+            await self._ask(prefill, decode)
 
     async def _prove(self, node: Node, partners: list[Node]) -> None:
         for partner in partners[:WITNESSES]:

@@ -14,6 +14,7 @@ from pdproxy.app.build import proxy
 from pdproxy.app.files import INTERVAL, FileWatcher
 from pdproxy.app.host import HostEnvironment, PreflightTransport, transports
 from pdproxy.app.run import clients_config
+from pdproxy.background import Background
 from pdproxy.credential import Secret, read_secret
 from pdproxy.errors import Fault, SettingsError
 from pdproxy.observe.labels import WatchedSetting
@@ -62,7 +63,7 @@ class Watched:
 
     def __init__(self, folder: Path) -> None:
         self.clock, self.registry = FakeClock(), CollectorRegistry()
-        self.watcher = FileWatcher(self.clock, Metrics(self.registry))
+        self.watcher = FileWatcher(Metrics(self.registry))
         self.mount, self.secret, self.loads = MountedSecret(folder, token="old"), Secret(), 0
         self.watcher.add(TOKEN, (self.mount["token"],), self._load)
 
@@ -122,7 +123,7 @@ async def test_what_cannot_be_used_is_logged_once_and_changes_nothing(
 
 
 def test_at_the_start_an_unusable_file_is_an_error(tmp_path: Path) -> None:
-    watcher = FileWatcher(FakeClock(), Metrics(CollectorRegistry()))
+    watcher = FileWatcher(Metrics(CollectorRegistry()))
     with pytest.raises(SettingsError):
         watcher.add(TOKEN, (tmp_path / "absent",), lambda: Secret().replace(read_secret(tmp_path / "absent", TOKEN)))
 
@@ -130,13 +131,13 @@ def test_at_the_start_an_unusable_file_is_an_error(tmp_path: Path) -> None:
 @contextlib.asynccontextmanager
 async def running(watched: Watched) -> AsyncIterator[None]:
     """Its task runs meanwhile."""
-    task = asyncio.create_task(watched.watcher.run())
+    background = Background(watched.clock)
+    background.every("files", INTERVAL, watched.watcher.look)
     await asyncio.sleep(0)
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await background.aclose()
 
 
 async def asked(server: RunningProxy, key: str) -> int:
@@ -237,7 +238,7 @@ async def test_the_clients_port_shows_its_new_certificate(tmp_path: Path, caplog
 def made_for(upstream: Upstream) -> tuple[H1Transport, PreflightTransport]:
     """Both transports, as the proxy makes them."""
     metrics = Metrics(CollectorRegistry())
-    return transports(upstream, FakeClock(), FileWatcher(FakeClock(), metrics), metrics)
+    return transports(upstream, FakeClock(), FileWatcher(metrics), metrics)
 
 
 def trusting(whom: Identity) -> ssl.SSLContext:
@@ -270,7 +271,7 @@ async def test_nodes_are_checked_by_the_new_authorities(tmp_path: Path) -> None:
     ours, other = identity("ours"), identity("other")
     mount = MountedSecret(tmp_path, ca=ours.certificate.decode())
     metrics, clock = Metrics(CollectorRegistry()), FakeClock()
-    watcher = FileWatcher(clock, metrics)
+    watcher = FileWatcher(metrics)
     both = transports(Upstream(ca_file=mount["ca"]), clock, watcher, metrics)
     go_on = asyncio.Event()
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
+from pdproxy.background import Background
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.proof import NothingCompared, ProofResult, Prover
@@ -84,13 +85,13 @@ class ProvedPool:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.prover.run())
+        background = Background(self.clock)
+        background.every("proof", 1.0, self.prover.look)
         try:
             await settle()
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await background.aclose()
 
     async def after(self, seconds: int) -> list[tuple[str, str]]:
         """Let time pass, second by second; the pairs that were tested meanwhile."""

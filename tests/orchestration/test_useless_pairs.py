@@ -1,6 +1,5 @@
 """A pair whose tickets are of no use: it is barred, and tried again."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdproxy.admin.incident import incident
+from pdproxy.background import Background
 from pdproxy.nodes.hand_over_verdict import verdict
 from pdproxy.nodes.hand_overs import LAST
 from pdproxy.nodes.node import Node
@@ -39,12 +39,13 @@ class Passing:
 @contextlib.asynccontextmanager
 async def proving(cluster: FakeCluster, *, compares: bool = True) -> AsyncIterator[Passing]:
     test = Passing()
-    task = asyncio.create_task(Prover(cluster.pool, test if compares else NothingCompared(test), cluster.clock).run())
+    prover = Prover(cluster.pool, test if compares else NothingCompared(test), cluster.clock)
+    background = Background(cluster.clock)
+    background.every("proof", 1.0, prover.look)
     try:
         yield test
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await background.aclose()
 
 
 async def ask(cluster: FakeCluster, times: int, *, stream: bool, **more: Any) -> list[str]:
