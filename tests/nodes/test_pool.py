@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from pdproxy.errors import Fault
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Bars, Footprint, Node, Role, State
-from pdproxy.nodes.outlier import Source, Verdict
+from pdproxy.nodes.outlier import RECENT, Source, Verdict
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import Leg
@@ -125,6 +125,25 @@ def test_a_trial_whose_request_may_be_to_blame_proves_nothing(pool: Pool, clock:
     with pool.acquire("d1"):
         pool.leg_failed("d1", Leg.FORWARD, Fault.SERVER_ERROR, Source("r"), Verdict.SERVED)
     assert pool.view("d1").state is State.DOWN
+
+
+def test_a_leg_that_begins_well_ends_the_row_of_those_that_did_not(pool: Pool) -> None:
+    for name in ("d2", "d3"):
+        pool.add(dataclasses.replace(NODE, name=name))
+        pool.admit(dataclasses.replace(NODE, name=name))
+
+    def fail(requests: range) -> State:
+        for number in requests:
+            pool.leg_failed("d1", Leg.DECODE, Fault.SERVER_ERROR, Source(f"r-{number}"), Verdict.SERVED)
+        return pool.view("d1").state
+
+    for name in ("d2", "d3"):
+        for _ in range(RECENT):
+            serve(pool, name)
+    assert fail(range(4)) is State.UP
+    pool.leg_began("d1", Leg.DECODE)
+    assert fail(range(4, 8)) is State.UP
+    assert fail(range(8, 9)) is State.DOWN
 
 
 def test_one_request_tries_a_half_open_circuit(pool: Pool, clock: FakeClock) -> None:

@@ -84,3 +84,11 @@ def test_an_unsupported_transfer_coding_is_named() -> None:
     """What it covers would be passed on as if it were plain."""
     with pytest.raises(ProtocolError, match="transfer coding 'gzip, chunked'"):
         ResponseParser().feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n")
+
+
+def test_the_answer_to_head_has_no_body_whatever_its_length_says() -> None:
+    reader = ResponseParser()
+    reader.expect("HEAD")
+    reader.feed(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n")
+    reader.feed(b"body")
+    assert (reader.ended, reader.take(), reader.reusable) == (True, b"", False)

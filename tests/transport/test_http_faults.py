@@ -99,6 +99,17 @@ async def test_a_body_that_stops_is_a_stall(transport: H1Transport) -> None:
     assert caught.value.fault is Fault.STALL
 
 
+async def test_the_pieces_that_follow_have_the_usual_one(transport: H1Transport) -> None:
+    async with peer(saying(CHUNKED + b"2\r\nab\r\n")) as there:
+        response = await transport.send(post(there), Timeouts(GENEROUS, GENEROUS, stall=0.05, first=GENEROUS))
+        pieces = aiter(response)
+        assert await anext(pieces) == b"ab"
+        with pytest.raises(NodeFault, match=r"0\.05 s"):
+            await anext(pieces)
+        await response.aclose()
+        await there.all_gone()
+
+
 @pytest.mark.parametrize("step", [0.0, 0.01])
 async def test_a_body_that_drips_times_out(transport: H1Transport, step: float) -> None:
     async def script(visit: Visit) -> None:
