@@ -252,7 +252,8 @@ def node_info(vllm_config: VllmConfig, config: ConnectorConfig, environ: Mapping
     `mamba_*`, `*dtype`, `ssm_layout` and both versions agree and their roles differ. `resume`: a stream can be sent to
     the node's own route, and go on there when its node has died. `max_num_batched_tokens`: of a prefill's step, and
     only where one ends is there a state that vLLM could keep. (`long_prefill_token_threshold` does not bound the steps
-    of a prompt that is alone.) `side_channel`: the address that its tickets name (of its first data-parallel rank).
+    of a prompt that is alone.) `max_num_seqs`: of a model with states vLLM wants a block for each. `side_channel`: the
+    address that its tickets name (of its first data-parallel rank).
     """
     from vllm import __version__ as vllm_version
     from vllm import envs
@@ -269,6 +270,7 @@ def node_info(vllm_config: VllmConfig, config: ConnectorConfig, environ: Mapping
         "kv_cache_dtype": str(cache.cache_dtype),
         "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
         "max_num_batched_tokens": str(vllm_config.scheduler_config.max_num_batched_tokens),
+        "max_num_seqs": str(vllm_config.scheduler_config.max_num_seqs),
         "tp_size": str(vllm_config.parallel_config.tensor_parallel_size),
         "ssm_layout": os.environ.get(STATE_LAYOUT, "default"),
         "failure_policy": str(transfer.kv_load_failure_policy),

@@ -14,6 +14,8 @@ from pdproxy.nodes.node import Binding, Node, Role
 
 USUAL_UNIT = 16
 """Tokens: divides every block size that vLLM chooses on a GPU."""
+SPARE_BLOCKS = 1.25
+"""Blocks for each sequence of `--max-num-seqs` of a model with states: with fewer a node is near the edge."""
 EVENTS_FLAG = (
     '--kv-events-config \'{"enable_kv_cache_events": true, "endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}\''
 )
@@ -110,6 +112,7 @@ def _advice_on(node: Node, found: Reuse) -> Iterator[str]:
     yield from _unit(node, found)
     yield from _too_short(node, found)
     yield from _too_small(node)
+    yield from _few_blocks(node, found)
     yield from _retention(node, found)
 
 
@@ -169,6 +172,20 @@ def _too_small(node: Node) -> Iterator[str]:
             f"the cache{each} does not hold two prompts of {node.max_model_len:,} tokens ({first} run out first): what"
             " a long one leaves is evicted by the next. Give it more memory (--gpu-memory-utilization), a smaller"
             " --kv-cache-dtype, or a shorter --max-model-len"
+        )
+
+
+def _few_blocks(node: Node, found: Reuse) -> Iterator[str]:
+    """About the rule by which vLLM ends a node of a model with states at start (0.32 and 0.33, full CUDA graphs)."""
+    settings = node.cache
+    if settings is None or not found.states or not settings.max_num_seqs or not settings.blocks:
+        return
+    blocks = settings.blocks // node.ranks
+    if blocks < settings.max_num_seqs * SPARE_BLOCKS:
+        yield (
+            f"it has {blocks:,} blocks for --max-num-seqs {settings.max_num_seqs}: with little less free memory it"
+            " ends at its next start, for vLLM wants a block for each."
+            f" --max-num-seqs {int(blocks / SPARE_BLOCKS)} leaves room"
         )
 
 

@@ -18,6 +18,8 @@ class CacheSettings:
         retention: `--prefix-cache-retention-interval`, tokens; 0 keeps the states that are kept in any case.
         prefill_step: `--max-num-batched-tokens`: the most that are computed in one step, of one prompt if it is alone.
         tp_size: `--tensor-parallel-size`.
+        blocks: of the caches of all its ranks.
+        max_num_seqs: `--max-num-seqs`: requests of one rank at a time.
     """
 
     enabled: bool = True
@@ -26,6 +28,8 @@ class CacheSettings:
     retention: int = 0
     prefill_step: int = 0
     tp_size: int = 0
+    blocks: int = 0
+    max_num_seqs: int = 0
 
 
 def read_cache_settings(ours: Mapping[str, str], stock: Mapping[str, str]) -> CacheSettings | None:
@@ -40,6 +44,8 @@ def read_cache_settings(ours: Mapping[str, str], stock: Mapping[str, str]) -> Ca
         retention=EVERY_BLOCK if retention == "None" else _number(retention),
         prefill_step=_number(ours.get("max_num_batched_tokens", "")),
         tp_size=_number(ours.get("tp_size", "")),
+        blocks=_number(stock.get("num_gpu_blocks", "")),
+        max_num_seqs=_number(ours.get("max_num_seqs", "")),
     )
 
 

@@ -124,7 +124,7 @@ def engine_config(**more: Any) -> Any:
         ),
         kv_transfer_config=SimpleNamespace(kv_role="kv_producer", kv_load_failure_policy="recompute"),
         model_config=SimpleNamespace(model="tiny", dtype="torch.bfloat16"),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256),
         **more,
     )
 
@@ -135,7 +135,7 @@ def test_the_info_has_what_a_preflight_compares() -> None:
     assert info["role"] == "kv_producer"
     assert (info["model"], info["dtype"], info["tp_size"], info["lease_seconds"]) == ("tiny", "bfloat16", "2", "30")
     assert (info["prefix_caching"], info["signed"]) == ("true", "true")
-    assert info["max_num_batched_tokens"] == "8192"
+    assert (info["max_num_batched_tokens"], info["max_num_seqs"]) == ("8192", "256")
     assert info["resume"] == "false"
     assert all(info.values())
 

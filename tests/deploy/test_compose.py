@@ -18,9 +18,9 @@ from tests.deploy.containers import container
 from tests.deploy.dockerfile import FOLDER, stages
 
 PROFILES = {
-    "prefill": {"node-address", "prefill"},
-    "decode": {"node-address", "admin-token", "decode", "proxy"},
-    "cpu": {"admin-token", "cpu-prefill", "cpu-decode", "cpu-proxy"},
+    "prefill": {"env-check", "prefill"},
+    "decode": {"env-check", "admin-token", "decode", "proxy"},
+    "cpu": {"cpu-env-check", "admin-token", "cpu-prefill", "cpu-decode", "cpu-proxy"},
     "watch": {"prometheus", "grafana"},
 }
 NODES = [
@@ -54,20 +54,6 @@ BUILT = [(profile, name) for profile, names in PROFILES.items() if profile != "w
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_profile_resolves_to_its_services(profile: str) -> None:
     assert set(resolved(profile)) == PROFILES[profile]
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_node_with_a_gpu_starts_only_where_its_address_is_set(role: str) -> None:
-    services = resolved(role)
-    assert services[role]["depends_on"]["node-address"] == {"condition": "service_completed_successfully"}
-    demand = services["node-address"]
-    [script] = demand["command"]
-    assert (demand["restart"], demand["environment"]) == ("no", {"NODE_ADDRESS": ""})
-    for address, status in (("", 1), ("10.0.0.1", 0)):
-        line = [*demand["entrypoint"], script.replace("$$", "$")]
-        ran = subprocess.run(line, env={"NODE_ADDRESS": address}, capture_output=True, text=True, check=False)
-        assert ran.returncode == status
-        assert ran.stderr.startswith("set NODE_ADDRESS in .env: the address by which") is bool(status)
 
 
 @pytest.mark.parametrize(("profile", "service"), [("decode", "proxy"), ("cpu", "cpu-proxy")])

@@ -98,7 +98,7 @@ class TestNames:
 
     def test_images_and_dockerfiles_are_those_of_the_profile(self) -> None:
         services = resolved("cpu")
-        assert services.keys() == {*images.SERVICES, "admin-token"}
+        assert services.keys() == {*images.SERVICES, "admin-token", "cpu-env-check"}
         assert {each["image"]: each["build"]["dockerfile"] for each in services.values()} == images.DOCKERFILES
 
     def test_a_node_without_arguments_does_not_compile(self) -> None:

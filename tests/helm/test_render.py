@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import kubernetes_validate
 import pytest
 from kubernetes_validate import utils
 
+from deploy.memory import main as fits
 from tests.helm.conftest import Rendered
 from tests.helm.engine import Engine, Manifest, read_values, value_files
 
@@ -130,6 +132,18 @@ def test_notes_warn_of_block_sizes_that_may_differ(helm: Engine, values: dict[st
     """The chart does not know the model; it names what computes the pairs that go together."""
     notes = helm.render(values)["pdproxy/templates/NOTES.txt"]
     assert (UNEQUAL in notes, "python -m deploy.block_sizes" in notes) == (warned, warned)
+
+
+def test_the_notes_name_a_command_that_says_what_fits(helm: Engine) -> None:
+    """With this release's values: it ends well for the GPU that an example names, and not for a smaller one."""
+    manifests = helm.manifests(read_values(value_files()["qwen3.6-35b-a3b-1p1d"]))
+    notes = helm.render(read_values(value_files()["qwen3.6-35b-a3b-1p1d"]))["pdproxy/templates/NOTES.txt"]
+    [command] = re.findall(r"python -m deploy\.memory (.*?)\n\n", notes, re.DOTALL)
+    words = command.replace("\\\n", " ").split()
+    assert words[words.index("--max-model-len") + 1] == "131072"
+    assert [fits([gpu if word == "GB" else word for word in words]) for gpu in ("80", "24")] == [0, 1]
+    [name] = re.findall(r"exec deploy/(\S+) -- pdproxy check", notes)
+    assert name in {each["metadata"]["name"] for each in manifests.of("Deployment")}
 
 
 def test_notes_warn_of_what_is_open(helm: Engine) -> None:

@@ -22,6 +22,7 @@ LABELS = {
     "kv_cache_dtype": "auto",
     "dtype": "bfloat16",
     "max_num_batched_tokens": "8192",
+    "max_num_seqs": "128",
     "tp_size": "1",
     "ssm_layout": "DS",
     "failure_policy": "recompute",

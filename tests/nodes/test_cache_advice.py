@@ -114,6 +114,11 @@ def test_states_that_are_kept_more_often_are_shared_earlier() -> None:
                 "Blocks that each state takes: 3",
             ),
         ),
+        (
+            changed(HYBRID, {"blocks": 319, "max_num_seqs": 256}),
+            EventsSeen.READ,
+            ("it has 319 blocks for --max-num-seqs 256: with little less free", "--max-num-seqs 255 leaves room"),
+        ),
         (changed(HYBRID, {"retention": EVERY_BLOCK}), EventsSeen.READ, ("each 1,056 tokens, but", "each 7,392 tokens")),
         (HYBRID, EventsSeen.OFF, ("publishes no KV events", "--kv-events-config '{")),
         (HYBRID, EventsSeen.UNREACHABLE, ("no connection to its KV events", "/kv_event_sources")),
@@ -161,9 +166,20 @@ def test_a_node_without_our_connector_is_judged_by_vllms_own_metrics() -> None:
     [
         ({}, {}, None),
         (
-            {"prefix_caching": "true", "mamba_cache_mode": "align", "tp_size": "2", "max_num_batched_tokens": "8192"},
-            {"prefix_match_unit": "16", "prefix_cache_retention_interval": "512", "mamba_cache_mode": "other"},
-            CacheSettings(True, "align", 16, 512, 8192, 2),
+            {
+                "prefix_caching": "true",
+                "mamba_cache_mode": "align",
+                "tp_size": "2",
+                "max_num_batched_tokens": "8192",
+                "max_num_seqs": "256",
+            },
+            {
+                "prefix_match_unit": "16",
+                "prefix_cache_retention_interval": "512",
+                "mamba_cache_mode": "other",
+                "num_gpu_blocks": "1601",
+            },
+            CacheSettings(True, "align", 16, 512, 8192, 2, 1601, 256),
         ),
         (
             {"max_num_batched_tokens": "8192"},
@@ -178,6 +194,13 @@ def test_settings_are_read_out_of_labels(
     ours: Mapping[str, str], stock: Mapping[str, str], read: CacheSettings | None
 ) -> None:
     assert read_cache_settings(ours, stock) == read
+
+
+def test_blocks_are_enough_where_there_is_a_quarter_to_spare_or_nothing_to_run_out() -> None:
+    assert cache_report(changed(HYBRID, {"blocks": 320, "max_num_seqs": 256})).advice == ()
+    two = dataclasses.replace(changed(HYBRID, {"blocks": 638, "max_num_seqs": 256}), ranks=2)
+    assert "it has 319 blocks" in cache_report(two).advice[0]
+    assert cache_report(changed(DENSE, {"blocks": 2, "max_num_seqs": 256})).advice == ()
 
 
 def test_a_node_that_tells_nothing_has_no_facts() -> None:
