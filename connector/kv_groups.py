@@ -1,6 +1,6 @@
 """A model's KV-cache groups, from vLLM's `KVCacheConfig`: what a cache holds, and what a read moves. Pure.
 
-    require_one_state_size        scheduler: whether vLLM's worker can move the model's states at all
+    require_movable_states        both: whether vLLM's worker can move the model's states at all
     group_shapes, count_blocks    scheduler: how many blocks of each group a ticket must name, and what a read fills
     node_capacity                 scheduler: how many tokens and sequences the cache holds
     sequence_blocks               scheduler: how many blocks one sequence takes
@@ -231,11 +231,24 @@ def _blocks(amount: int, size: int) -> int:
     return -(-amount // size)
 
 
-def require_one_state_size(kv_cache_config: KVCacheConfig) -> None:
-    """Raise ConfigError where layers keep states of several sizes: vLLM's NIXL worker (0.32) moves every layer's as if
-    it were the first one's (`derive_mamba_conv_split`), and parts of the others would stay behind unnoticed."""
-    specs = (spec for group in kv_cache_config.transfer_groups for spec in _members(group.kv_cache_spec))
-    sizes = {(spec.shapes, spec.dtypes) for spec in specs if isinstance(spec, MambaSpec) and not spec.tp_replicated}
+MOVABLE = frozenset({"MAMBA1", "MAMBA2", "GDN_ATTN"})
+"""Kinds of states whose parts vLLM's NIXL worker knows (`derive_mamba_conv_split`, 0.32 and 0.33)."""
+
+
+def require_movable_states(kv_cache_config: KVCacheConfig) -> None:
+    """Raise ConfigError for a model whose states vLLM's NIXL worker cannot move: it would end the node's start without
+    a word of why, or, where layers keep states of several sizes, move every layer's as if it were the first one's, and
+    parts of the others would stay behind unnoticed."""
+    members = (spec for group in kv_cache_config.transfer_groups for spec in _members(group.kv_cache_spec))
+    specs = [spec for spec in members if isinstance(spec, MambaSpec)]
+    foreign = sorted({spec.mamba_type.name for spec in specs} - MOVABLE)
+    if foreign:
+        raise ConfigError(
+            f"the layers of this model keep states of the kind {', '.join(foreign)}, and vLLM's NIXL connector moves "
+            "those of Mamba-1, Mamba-2 and gated delta nets alone: the model cannot be served on prefill and decode "
+            "nodes with NIXL."
+        )
+    sizes = {(spec.shapes, spec.dtypes) for spec in specs if not spec.tp_replicated}
     if len(sizes) > 1:
         raise ConfigError(
             f"the layers of this model keep states of {len(sizes)} sizes, of which vLLM's NIXL connector moves all as "

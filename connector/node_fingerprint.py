@@ -15,7 +15,7 @@ sizes and the ratio of the two, and never compares them with the peer's (`remote
     an element has as many bytes, and means the same              dtype, kv_dtype, kv_shape, state_dtypes
     a convolution's state has as many rows                        state_shapes, speculative
     context parallelism deals out whole blocks                    context_parallel
-    every layer's state is as large as the first one's            `kv_groups.require_one_state_size`, when a node starts
+    every layer's state is as large as the first one's            `kv_groups.require_movable_states`, when a node starts
 
 A value is the same at every tensor-parallel size at which that holds.
 """

@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from connector.config import NODE_ID, ConnectorConfig
 from connector.counters import Counters
 from connector.fingerprint import Fingerprint
-from connector.kv_groups import attention_block_size, group_shapes, node_capacity, require_one_state_size
+from connector.kv_groups import attention_block_size, group_shapes, node_capacity, require_movable_states
 from connector.leases import LeaseTable
 from connector.liveness import LivenessSocket
 from connector.messages import Verdict
@@ -72,7 +72,7 @@ class SchedulerBase(NixlPullConnectorScheduler):
     def __init__(
         self, vllm_config: "VllmConfig", engine_id: str, kv_cache_config: "KVCacheConfig", config: ConnectorConfig
     ) -> None:
-        require_one_state_size(kv_cache_config)
+        require_movable_states(kv_cache_config)
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._config = config
         self._engine_id = engine_id

@@ -40,6 +40,7 @@ from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
 from connector.config import NODE_ID
 from connector.counters import ReadOutcome
 from connector.fingerprint import backends_text
+from connector.kv_groups import require_movable_states
 from connector.liveness import LivenessSocket
 from connector.metadata import ConnectorMetadata, ReadEnd
 from connector.node_fingerprint import RankPayload
@@ -152,6 +153,7 @@ class WorkerBase(NixlPullConnectorWorker):
         self._probes = PathProbes(self)
         self._probe_memory: torch.Tensor | None = None
         self._probe_handshakes: dict[str, HeartbeatInfo] = {}
+        require_movable_states(kv_cache_config)
         with preserve_cpu_affinity():
             super().__init__(vllm_config, engine_id, kv_cache_config)
         self._backends = self._read_backends(vllm_config, kv_cache_config)

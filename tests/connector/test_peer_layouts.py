@@ -20,12 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import compute_tp_mapping
 from vllm.distributed.kv_transfer.kv_connector.v1.ssm_conv_transfer_utils import derive_mamba_conv_split
 from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from connector.config import ConfigError
-from connector.kv_groups import require_one_state_size
+from connector.kv_groups import require_movable_states
 from connector.node_fingerprint import cache_parts, rank_parts
 from tests.connector.harness import make_node
 from tests.connector.test_node_fingerprint import payload
@@ -160,8 +161,19 @@ def is_read_right(give: StateModel, take: StateModel, sizes: tuple[int, int]) ->
 KINDS = {
     "mamba-1": StateModel(MambaAttentionBackendEnum.MAMBA1),
     "gdn": StateModel(MambaAttentionBackendEnum.GDN_ATTN),
+    "kda": StateModel(MambaAttentionBackendEnum.GDN_ATTN, heads=8),
     **{f"mamba-2 of {groups} groups": StateModel(groups=groups) for groups in SIZES},
 }
+
+
+def test_kimi_linear_s_states_are_those_of_a_gated_delta_net_with_as_many_keys_as_values() -> None:
+    """And vLLM gives them the same kind (`KimiGatedDeltaNetAttention`), which NIXL moves."""
+    model = KINDS["kda"]
+    for ranks in SIZES:
+        assert model.spec(ranks).shapes == MambaStateShapeCalculator.kda_state_shape(
+            ranks, model.heads, model.width, conv_kernel_size=model.kernel
+        )
+    assert KimiGatedDeltaNetAttention.mamba_type.fget(None) is model.kind
 
 
 @pytest.mark.parametrize("sizes", PAIRS, ids=str)
@@ -208,9 +220,16 @@ def test_a_model_whose_layers_keep_states_of_several_sizes_is_refused_at_start()
     """vLLM's worker takes the first layer's sizes for all."""
     one, other = (replace(StateModel(), heads=heads).spec(1) for heads in (16, 8))
     groups = [KVCacheGroupSpec([str(at)], spec) for at, spec in enumerate((one, one, other))]
-    require_one_state_size(KVCacheConfig(64, [], groups[:2]))
+    require_movable_states(KVCacheConfig(64, [], groups[:2]))
     with pytest.raises(ConfigError, match="keep states of 2 sizes"):
         make_node("kv_producer", (one, other))
+
+
+def test_a_model_whose_states_nixl_does_not_know_is_refused_at_start() -> None:
+    """LFM2's, of short convolutions. vLLM's own words are a traceback that ends in a list of names."""
+    spec = replace(StateModel().spec(1), mamba_type=MambaAttentionBackendEnum.SHORT_CONV)
+    with pytest.raises(ConfigError, match=r"the kind SHORT_CONV, and vLLM's NIXL connector moves those of Mamba-1, "):
+        require_movable_states(KVCacheConfig(64, [], [KVCacheGroupSpec(["0"], spec)]))
 
 
 # Attention
