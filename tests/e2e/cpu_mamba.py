@@ -1,16 +1,29 @@
-"""What vLLM 0.32's CPU build lacks to run Mamba-2 layers with prefix caching, in plain torch: a vLLM general plugin.
+"""What vLLM's CPU build lacks to run mamba layers with prefix caching, in plain torch: a vLLM general plugin.
 
-It has kernels of its own for the convolution, the scan and one step of decoding. It lacks the states in between chunks
-(`return_intermediate_states` is ignored), and the Triton kernel that keeps one of them, `store_prefill_checkpoint`.
+The CPU build has kernels of its own for the convolution, Mamba-2's scan and one step of its decoding. It lacks
+
+    Mamba-2   the states in between chunks (`return_intermediate_states` is ignored), and the Triton kernel that keeps
+              one of them, `store_prefill_checkpoint`
+    Mamba-1   `selective_scan_fn`; its step of decoding runs and is wrong, for the kernel takes one A, dt, bias and D
+              for a whole head; and its projections multiply transposed matrices, which `onednn_mm` refuses
+
+And without torchvision, which text needs nowhere, vLLM cannot import Qwen3.5's multimodal class, and asks for its
+processors of images and videos when it starts with `--language-model-only`, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn.functional import silu, softplus
 
+TEXT_ONLY = "--language-model-only"
 SCAN, STORE = "mamba_chunk_scan_combined_varlen", "store_prefill_checkpoint"
 
 
@@ -75,10 +88,109 @@ def store_prefill_checkpoint(
             ssm_state[block] = chunk_states[chunk]
 
 
+def selective_scan(
+    u: torch.Tensor,
+    ssm_states: torch.Tensor,
+    delta: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    skip: torch.Tensor,
+    z: torch.Tensor,
+    bias: torch.Tensor,
+    *,
+    delta_softplus: bool,
+    cache_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """Mamba-1's scan: (dim, tokens) in, the same out; the states are changed in place."""
+    step = _steps(delta + bias[:, None], delta_softplus)
+    out, bounds = torch.empty(u.shape, dtype=torch.float32), query_start_loc.tolist()
+    for row, (first, end) in enumerate(pairwise(bounds)):
+        block = int(cache_indices[row])
+        state = ssm_states[block].float() if has_initial_state[row] else torch.zeros(a.shape)
+        for at in range(first, end):
+            entering = (step[:, at] * u[:, at].float())[:, None] * b[:, at].float()
+            state = torch.exp(step[:, at, None] * a) * state + entering
+            out[:, at] = state @ c[:, at].float()
+        ssm_states[block] = state.to(ssm_states.dtype)
+    return ((out + skip[:, None] * u.float()) * silu(z.float())).to(u.dtype)
+
+
+def selective_state_update(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    skip: torch.Tensor,
+    bias: torch.Tensor,
+    z: torch.Tensor,
+    *,
+    dt_softplus: bool,
+    state_batch_indices: torch.Tensor,
+    out: torch.Tensor,
+    **_: Any,
+) -> None:
+    """Mamba-1's step of decoding: one token a row."""
+    step, rows = _steps(dt + bias, dt_softplus), state_batch_indices.flatten().long()
+    entering = (step * x.float())[..., None] * b[:, None].float()
+    new = torch.exp(step[..., None] * a) * state[rows].float() + entering
+    state[rows] = new.to(state.dtype)
+    read = (new * c[:, None].float()).sum(-1) + skip.float() * x.float()
+    out.copy_(read * silu(z.float()))
+
+
+def _steps(raw: torch.Tensor, positive: bool) -> torch.Tensor:
+    return softplus(raw.float()) if positive else raw.float()
+
+
+def contiguous(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The product of a matrix that lies in memory as its shape says."""
+    return lambda handler, x, bias: stock(handler, x.contiguous(), bias)
+
+
+def without_torchvision() -> None:
+    """Let modules be imported that import torchvision's names for images, and use none of them for text."""
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():  # the answer is kept: transformers will not take the empty modules for torchvision
+        return
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+        module = sys.modules[name] = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+    functional = "torchvision.transforms.v2.functional"
+    sys.modules[functional] = module.functional = ModuleType(functional)  # type: ignore[attr-defined]
+
+
+def without_media() -> None:
+    """Have a node that takes text alone not ask how many tokens an image may have."""
+    from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
+
+    stock = Qwen2VLProcessingInfo.get_mm_max_tokens_per_item
+
+    def most(info: Any, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+        found: Mapping[str, int] = stock(info, seq_len, mm_counts) if mm_counts else {}
+        return found
+
+    Qwen2VLProcessingInfo.get_mm_max_tokens_per_item = most
+
+
 def register() -> None:
     """The entry point of `vllm.general_plugins`. A second call in a process changes nothing."""
-    from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.mamba import mamba_mixer, mamba_mixer2
 
-    if getattr(mamba_mixer2, STORE, None) is not store_prefill_checkpoint:
-        setattr(mamba_mixer2, SCAN, with_states_in_between(getattr(mamba_mixer2, SCAN)))
-        setattr(mamba_mixer2, STORE, store_prefill_checkpoint)
+    if getattr(mamba_mixer2, STORE, None) is store_prefill_checkpoint:
+        return
+    setattr(mamba_mixer2, SCAN, with_states_in_between(getattr(mamba_mixer2, SCAN)))
+    setattr(mamba_mixer2, STORE, store_prefill_checkpoint)
+    without_torchvision()
+    if TEXT_ONLY in sys.argv:
+        without_media()
+    mamba_mixer.selective_scan_fn = selective_scan
+    mamba_mixer.selective_state_update = selective_state_update
+    _custom_ops.onednn_mm = contiguous(_custom_ops.onednn_mm)

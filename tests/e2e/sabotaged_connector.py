@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 
@@ -57,13 +58,15 @@ class Moment(StrEnum):
 class Order:
     """What to do, and when; what is left empty is not done.
 
-    `group`, `block`: zero this block of this cache group, by its place in what was read. `signal` goes to `pids`.
-    `deaf`: the node's own side channel ends.
+    `group`, `block`: zero this block of this cache group, by its place in what was read; of its states `state` alone,
+    where that is given (0: the convolution's, 1: the recurrent one). `signal` goes to `pids`. `deaf`: the node's own
+    side channel ends.
     """
 
     moment: Moment
     group: int | None = None
     block: int = 0
+    state: int | None = None
     signal: int = 0
     pids: tuple[int, ...] = ()
     deaf: bool = False
@@ -169,18 +172,25 @@ class _Worker(ConnectorWorker):
             return
         states = [str(self.nixl_wrapper.check_xfer_state(one)) for one in self._recving_transfers.get(request_id, [])]
         if order.group is not None:
-            self._zero(order.group, self._local[request_id][order.group][order.block])
+            self._zero(order.group, self._local[request_id][order.group][order.block], order.state)
         if order.signal:
             inject(order.pids, ProcessFault(order.signal))
         self._orders.note(order, states=states)
 
-    def _zero(self, group: int, block: int) -> None:
+    def _zero(self, group: int, block: int, state: int | None) -> None:
         for layer in self.kv_cache_config.transfer_groups[group].layer_names:
             held = self.device_kv_caches[layer]
             for cache in held if isinstance(held, list | tuple) else [held]:
                 ratio = len(cache) // self.kv_cache_config.num_blocks
                 assert ratio, f"{layer} has {len(cache)} blocks"
-                cache[block * ratio : (block + 1) * ratio] = 0
+                page = cache[block * ratio : (block + 1) * ratio]
+                (page if state is None else self._state(page, state)).zero_()
+
+    def _state(self, page: Any, state: int) -> Any:
+        """The bytes of one of a page's two states, which lie one behind the other."""
+        sizes = self._mamba_ssm_size
+        begin = sum(sizes[:state])
+        return page.view(-1).view(torch.uint8)[begin : begin + sizes[state]]
 
 
 class _Scheduler(ConnectorScheduler):
