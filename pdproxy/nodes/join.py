@@ -118,9 +118,11 @@ class Joiner:
         """Accepted before it is proved: two nodes that join at the same time are checked against each other."""
         node = info.joined()
         self._accepted[node.name] = info
+        served = self._pool.view(node.name).state is State.UP
         await self._prove(node)
         if self._has(info.node):
-            self._pool.admit(node)
+            if served or self._pool.view(node.name).state is not State.UP:  # else it was let in while it was tested
+                self._pool.admit(node)
             for warning in compatibility.warnings:
                 _LOG.warning("node %s: %s", node.name, warning)
             for difference in differences_from_partners(info, self._others(node.name)):

@@ -8,6 +8,10 @@ Settings that agree promise that the bytes of one node mean the same on the othe
 - in the background: pairs that failed, pairs that hand nothing over (`hand_overs`), and nodes that could not be
   tested, again and again with growing waits.
 
+A test takes as long as the nodes take, up to minutes on hosts that are busy with something else. Where no decode node
+serves, clients would get 503 for so long: after `PATIENCE` the joining one serves, and exchanges no tickets until its
+tests are over.
+
 That is O(nodes) tests, and misses a pair that is wrong though each of the two is right with other nodes: all nodes of a
 cohort publish one fingerprint and run one release, so what can go wrong goes wrong by the node.
 """
@@ -17,7 +21,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from pdproxy.clock import Clock
@@ -30,6 +34,8 @@ _LOG = logging.getLogger(__name__)
 
 MOST_PARTNERS = 8
 """How many partners a joining node is tested or warmed up with: each costs requests on them."""
+PATIENCE = 5.0
+"""Seconds of tests after which a decode node serves where no other one does."""
 WITNESSES = 2
 """How many partners are tested, one after the other, until a joining node passes with one."""
 
@@ -68,6 +74,9 @@ async def _warm(pool: Pool, test: HandOverTest, clock: Clock, prefill: Node, dec
         _LOG.warning("no warm-up from %s to %s: %s", prefill.name, decode.name, result.why)
 
 
+_UNDER_WAY = "their known-answer test is still under way"
+
+
 class NothingCompared:
     """A hand-over test that compares no answers: a pair whose tickets were of no use is warmed up, and its next
     requests decide."""
@@ -97,13 +106,18 @@ class Prover:
         self._under_test: set[str] = set()
         self._joins: dict[str, int] = {}
         self._turns = itertools.count()
+        self._early: dict[str, Mapping[Pair, str]] = {}
+        """Nodes that serve while they are tested, and the pairs that exchange no tickets for it."""
 
     def proved(self, name: str) -> bool:
         """Whether a node passed a test since it joined."""
         return self._evidence.proved(name)
 
     async def join(self, node: Node) -> None:
-        """Prove the node, and with it partners that are not proved; what failed is barred when this returns."""
+        """Prove the node, and with it partners that are not proved; what failed is barred when this returns.
+
+        It may serve before that (`PATIENCE`).
+        """
         self._joins[node.name] = next(self._turns)
         possible = [view.node.name for view in self._pool.snapshot().nodes if could_pair(node, view.node)]
         self._evidence.restart(node.name, self._clock.now(), possible)
@@ -114,13 +128,32 @@ class Prover:
             return  # at once: of two nodes that join at the same time, the second must find the first one serving
         unproved = [partner for partner in partners[1:] if self._rank(partner) == (True, False)][:MOST_PARTNERS]
         rest = [partner for partner in partners[1:] if partner not in unproved][: MOST_PARTNERS - len(unproved)]
-        with self._testing(node, partners[0], *unproved):
+        with self._testing(node, partners[0], *unproved), self._serving_soon(node):
             await asyncio.gather(
                 self._prove(node, partners),
                 *(self._ask(*in_order(node, partner)) for partner in unproved),
                 *(_warm(self._pool, self._test, self._clock, *in_order(node, partner)) for partner in rest),
             )
         self._publish()
+
+    @contextlib.contextmanager
+    def _serving_soon(self, node: Node) -> Iterator[None]:
+        """While inside, the node is tested; where no other one serves, it does after `PATIENCE`."""
+        waiting = asyncio.get_running_loop().create_task(self._serve_early(node))
+        try:
+            yield
+        finally:
+            waiting.cancel()
+            self._early.pop(node.name, None)
+
+    async def _serve_early(self, node: Node) -> None:
+        await self._clock.sleep(PATIENCE)
+        others = [each for each in _serving(self._pool) if each.role is Role.DECODE and each.model == node.model]
+        if node.role is Role.DECODE and not others and node.name in self._pool:
+            pairs = ((each.name, node.name) for each in partners_of(self._pool, node))
+            self._early[node.name] = dict.fromkeys(pairs, _UNDER_WAY)
+            self._publish()
+            self._pool.admit(node)
 
     async def look(self) -> None:
         """Bar pairs whose tickets are of no use, and repeat tests that failed or could not be made, one pair at a time;
@@ -187,7 +220,8 @@ class Prover:
         hand_overs, failed = self._pool.hand_overs, self._evidence.bars()
         hand_overs.keep_only(names)
         hand_overs.changed = False
-        bars = Bars({**hand_overs.bars(), **failed.pairs}, failed.nodes)
+        early = {pair: why for pairs in self._early.values() for pair, why in pairs.items()}
+        bars = Bars({**early, **hand_overs.bars(), **failed.pairs}, failed.nodes)
         self._pool.bar(bars)
 
     def _due(self) -> list[tuple[Node, Node]]:

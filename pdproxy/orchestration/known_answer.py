@@ -39,7 +39,7 @@ from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.hand_over import release_later
 from pdproxy.orchestration.known_answer_prompt import SAMPLE_LINES, plain_ids, prompt_tokens, question, up_to_boundary
 from pdproxy.orchestration.one_hand_over import (
-    ALONE_TIMEOUTS,
+    TIMEOUTS,
     HandOverCalls,
     NotHandedOver,
     TestedPair,
@@ -53,7 +53,7 @@ TOKENS = 8
 """Of an answer that are compared."""
 TOP_LOGPROBS = 20
 """Tokens whose log-probabilities are compared at each position: as many as vLLM gives by default."""
-BUDGET = 90.0
+BUDGET = 120.0
 """Seconds for one test as a whole."""
 _WITH_SCORES = {
     "temperature": 0,
@@ -214,7 +214,7 @@ class KnownAnswer:
         headers = (*self._headers(), ("content-type", "application/json"))
         request = HttpRequest("POST", f"{node.url}/tokenize", headers, write_json(body))
         with _unanswered_on_fault(f"{node.name} did not answer"):
-            return await exchange(self._context.transport, request, self._calls.within(pair, ALONE_TIMEOUTS))
+            return await exchange(self._context.transport, request, self._calls.within(pair, TIMEOUTS))
 
     async def _alone(self, pair: TestedPair, body: Json) -> ScoredAnswer:
         with _unanswered_on_fault(f"{pair.decode.name} did not answer alone"):

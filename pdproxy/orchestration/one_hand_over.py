@@ -17,10 +17,9 @@ from pdproxy.request import Endpoint, Json, read_json, write_json
 from pdproxy.transport.port import Timeouts, Transport
 from pdproxy.usage import read_usage
 
-ALONE_TIMEOUTS = Timeouts(connect=5.0, headers=20.0, stall=20.0, whole=30.0)
-READ_TIMEOUTS = Timeouts(connect=5.0, headers=40.0, stall=40.0, whole=45.0)
-"""Of a decode leg with a ticket: longer than a node waits for a read (``pdproxy_read_deadline``, 30 s), for then it
-answers, and tells why."""
+TIMEOUTS = Timeouts(connect=5.0, headers=50.0, stall=50.0, whole=60.0)
+"""Of each leg. Longer than a node waits for a read (``pdproxy_read_deadline``, 30 s), for then it answers, and tells
+why; and than a node takes for a prompt on a busy host."""
 _TINY_PROMPT = (1, 2, 3, 4)
 """Token ids that any vocabulary has; the prefill node drops the last one, so there must be several."""
 
@@ -72,7 +71,7 @@ class HandOverCalls:
         try:
             try:
                 given = await prefill(
-                    self.transport, pair.prefill, endpoint, leg, self.headers(), self.within(pair, ALONE_TIMEOUTS),
+                    self.transport, pair.prefill, endpoint, leg, self.headers(), self.within(pair, TIMEOUTS),
                     functools.partial(copies.append, hand_over_id),
                 )  # fmt: skip
             except NodeFault as fault:
@@ -98,7 +97,7 @@ class HandOverCalls:
 
     async def decode(self, pair: TestedPair, body: Json, ticket: msgspec.Raw | None, endpoint: Endpoint) -> Json:
         """A decode leg's answer; raises its `NodeFault`, or `Unanswered` where no time is left."""
-        timeouts = self.within(pair, ALONE_TIMEOUTS if ticket is None else READ_TIMEOUTS)
+        timeouts = self.within(pair, TIMEOUTS)
         leg = decode_body(body, ticket)
         response = await decode(self.transport, pair.decode, endpoint, leg, self.headers(), timeouts, stream=False)
         answer = await read_answer(response)

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from pdproxy.nodes.proof import MOST_PARTNERS, warm_up
+from pdproxy.nodes.node import State
+from pdproxy.nodes.proof import MOST_PARTNERS, PATIENCE, warm_up
 from tests.nodes.fake_pool import settle
 from tests.nodes.proved_pool import CANNOT, ProvedPool, node_of
 
@@ -233,6 +234,41 @@ async def test_a_pair_that_hands_nothing_over_is_barred_at_once_and_says_why(
         nodes.test.deaf.clear()
         await nodes.after(31)
         assert nodes.allowed("p1", "d1")
+
+
+async def test_where_no_decode_node_serves_one_under_test_does_without_tickets(nodes: ProvedPool) -> None:
+    """The hosts are busy: a test takes minutes, in which clients would get 503."""
+    await nodes.join("p1")
+    node = node_of("d1")
+    nodes.pool.add(node)
+    nodes.test.held.clear()
+    joining = asyncio.create_task(nodes.prover.join(node))
+    await settle()
+    assert nodes.pool.view("d1").state is State.JOINING
+    nodes.clock.advance(PATIENCE)
+    await settle()
+    assert nodes.pool.view("d1").state is State.UP
+    assert not nodes.allowed("p1", "d1")
+    nodes.test.held.set()
+    await joining
+    assert nodes.allowed("p1", "d1")
+    assert nodes.prover.proved("d1")
+
+
+@pytest.mark.parametrize("joins", ["d2", "p2"])
+async def test_where_a_decode_node_serves_no_node_does_before_its_tests_are_over(nodes: ProvedPool, joins: str) -> None:
+    await nodes.join("p1", "d1")
+    node = node_of(joins)
+    nodes.pool.add(node)
+    nodes.test.held.clear()
+    joining = asyncio.create_task(nodes.prover.join(node))
+    await settle()
+    nodes.clock.advance(100)
+    await settle()
+    assert nodes.pool.view(joins).state is State.JOINING
+    nodes.test.held.set()
+    await joining
+    assert not nodes.pool.bars
 
 
 async def test_a_warm_up_shows_pairs_that_hand_nothing_over(nodes: ProvedPool) -> None:
