@@ -3,9 +3,9 @@
     python3 deploy/env_check.py FOLDER [NAME …]
 
 It refuses also where a variable of these names is not set. `docker compose up` runs it before any node, in a container
-of its own (service `env-check`), with what Python itself has alone. It sees the file `.env` of the project's folder, not
-the names of the shell's environment, which has other programs' names, and no file that `--env-file` or
-COMPOSE_ENV_FILES names instead.
+of its own (service `env-check`), with what Python itself has alone. It sees the file `.env` of the project's folder. It
+does not see the shell's environment, which has other programs' names, nor a file that `--env-file` or COMPOSE_ENV_FILES
+names instead.
 """
 
 import difflib
