@@ -209,13 +209,35 @@ def told(values: dict[str, Any], role: str) -> tuple[int, int, bool]:
     return parallel.get("tensor", 1), parallel.get("data", 1), parallel.get("expert", False)
 
 
-def test_the_documented_command_is_parsed(parse: Parse) -> None:
-    [command] = re.findall(r"vllm serve (.*?\}')", (ROOT / "docs" / "install.md").read_text(), re.DOTALL)
-    words = shlex.split(command.replace("\\\n", " "))
+DOCUMENTED = re.compile(r"(?<!`)vllm serve ((?:[^\n`]|\\\n|\n(?=  ))+)")
+"""A command of a page, with the lines that go on; not one that a sentence mentions."""
+PAGES = [ROOT / "README.md", ROOT / "helm" / "pdproxy" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def documented() -> dict[str, list[str]]:
+    """The words of each command, by its page and number; what `…` stands for is left out."""
+    found = {}
+    for page in PAGES:
+        for number, command in enumerate(DOCUMENTED.findall(page.read_text(encoding="utf-8"))):
+            words = shlex.split(command.replace("\\\n", " ").partition("     #")[0])
+            found[f"{page.name} {number}"] = [word for word in words if word != "…"]
+    return found
+
+
+@pytest.mark.parametrize("where", documented())
+def test_the_documented_commands_are_parsed(parse: Parse, where: str) -> None:
+    words = documented()[where]
     options = parse(words)
-    assert options.kv_transfer_config.kv_role == "kv_producer"
-    assert_reuses(options)
-    assert_starts(words, options)
+    if options.model_tag in known():
+        assert_starts(words, options)
+        assert options.kv_transfer_config.kv_role == "kv_producer"
+        assert_reuses(options)
+    else:
+        assert options.model_tag in (None, "MODEL"), "a model that an example names is in deploy/models.json"
+
+
+def test_one_documented_command_is_whole() -> None:
+    assert [words[0] for words in documented().values() if words[0] in known()] == ["Qwen/Qwen3.6-35B-A3B-FP8"]
 
 
 def test_the_commands_of_the_run_book_are_parsed(parse: Parse, tmp_path: Path) -> None:
