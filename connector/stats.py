@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HELP: Mapping[str, str] = {
     "info": "What a preflight compares before it pairs this node with others. Always 1.",
-    "prompt_tokens": "Prompt tokens by source: vLLM's own hits, pulled from a prefill node, loaded from a tier, computed.",
+    "prompt_tokens": "Prompt tokens: vLLM's own hits, pulled from a prefill node, loaded from a tier, computed.",
     "blocks": "KV-cache blocks of requests with a ticket, by kind of group: hit locally (vLLM's own hits), or pulled.",
     "bytes": "KV-cache bytes by kind of group: pulled, or spared by a local hit.",
     "refused": "Tickets and orders refused, by reason.",
