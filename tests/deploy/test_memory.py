@@ -1,6 +1,7 @@
 """What fits on a GPU, held to published start-up logs and to vLLM's own arithmetic."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ import pytest
 import transformers
 
 from deploy.block_sizes import Dtypes, UnknownModelError
-from deploy.memory import GIB, Fit, Flags, Layers, Model, fit, known, layers, load, main, with_room
+from deploy.local.paths import MODEL
+from deploy.memory import GIB, Fit, Flags, Layers, Model, fit, gpu_gib, known, layers, load, main, with_room
 
 MOE, MOE_FP8 = "Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.6-35B-A3B-FP8"
 FP8_CACHE = Dtypes(kv_cache="fp8")
@@ -56,6 +58,30 @@ def test_concurrency_is_that_of_published_logs(name: str, gib: float, flags: Fla
     found = with_cache(name, gib, flags)
     assert f"{found.at_once:.2f}" == said
     assert int(found.at_once * flags.max_model_len) == pytest.approx(tokens, rel=0.0016)
+
+
+LOG = Path(__file__).with_name("data") / "start-h100-vllm-0.33.0.log"
+"""Lines of a start of ours: the tiny model on an H100, compose.yaml's command, `--gpu-memory-utilization 0.2`."""
+
+
+def said(pattern: str) -> str:
+    """What the log says there."""
+    [found] = re.findall(pattern, LOG.read_text(encoding="utf-8"))
+    return str(found)
+
+
+def test_a_start_on_a_gpu_is_as_computed() -> None:
+    total, available = float(said(r"/([\d.]+) GiB\) on startup")), float(said(r"cache memory: ([\d.]+) GiB"))
+    flags = Flags(max_num_seqs=256, max_model_len=4096, gpu_memory=0.2)
+    found = fit(load(str(MODEL)), total, flags)
+    assert total == pytest.approx(gpu_gib(80), abs=0.1)
+    assert found.block_size == int(said(r"block size to (\d+) tokens"))
+    blocks, tokens = int(said(r"num_gpu_blocks=(\d+)")), int(said(r"cache size: ([\d,]+) tokens").replace(",", ""))
+    assert blocks * found.block_bytes / GIB == pytest.approx(available, abs=0.006)
+    kept = int(said(r"num_gpu_blocks_override=(\d+)"))
+    assert int(kept / found.request_blocks * flags.max_model_len) == tokens
+    used = sum(float(each) for each in re.findall(r"([\d.]+) GiB for", LOG.read_text(encoding="utf-8")))
+    assert used < (found.reserved + found.weights) / GIB < used + 2, "an upper estimate"
 
 
 def test_block_sizes_are_those_of_published_logs() -> None:
