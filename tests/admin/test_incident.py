@@ -5,14 +5,16 @@ from typing import Any
 import pytest
 
 from pdproxy.admin.incident import WINDOW, Cause, Incident, incident
-from pdproxy.errors import Fault
+from pdproxy.errors import ClientError, Fault
 from pdproxy.nodes.hand_over_verdict import verdict
 from pdproxy.nodes.hand_overs import Used
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
-from pdproxy.observe.labels import Outcome
+from pdproxy.observe.labels import Outcome, Rejection
+from pdproxy.orchestration.client_errors import rejected_error
 from pdproxy.orchestration.in_flight import MAX_BAD, LegFault, RecentEnds
 from pdproxy.orchestration.request_record import RequestRecord
 from pdproxy.request import Endpoint
+from tests.orchestration.cluster import FakeCluster
 
 NOW = 10_000.0
 PREFILLS, DECODES = ("p0",), ("d0", "d1")
@@ -136,11 +138,14 @@ def test_who_is_hit_most() -> None:
     assert hit.endpoints == [("/v1/chat/completions", 11)]
 
 
-def test_who_was_turned_away_before_the_request_was_read_is_hit_too() -> None:
-    recent = RecentEnds()
-    recent.ended(RequestRecord("r", Endpoint.CHAT, Endpoint.CHAT, "", "alice"), NOW - 3, Outcome.REJECTED)
-    recent.ended(RequestRecord("r", "/v1/embeddings", None, "", "alice"), NOW - 2, Outcome.REJECTED)
-    hit = ask(recent=recent).hit
+def test_who_was_turned_away_before_the_request_was_read_is_hit_too_and_who_erred_is_not() -> None:
+    cluster = FakeCluster()
+    cluster.clock.advance(NOW - 3 - cluster.clock.now())
+    refused, too_many = cluster.orchestrator.refused, rejected_error(Rejection.KEY_LIMIT, "Too many.", 1)
+    refused("r-1", Endpoint.CHAT, Endpoint.CHAT, "alice", too_many)
+    refused("r-2", "/v1/embeddings", None, "alice", too_many)
+    refused("r-3", Endpoint.CHAT, Endpoint.CHAT, "bob", ClientError(400, "No JSON."))
+    hit = ask(recent=cluster.context.in_flight.recent).hit
     assert (hit.requests, hit.rejected, hit.keys, hit.models) == (2, 2, [("alice", 2)], [])
     assert hit.endpoints == [("/v1/chat/completions", 1)]
 
