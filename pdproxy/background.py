@@ -51,12 +51,13 @@ class Background:
         """How many are under way."""
         return len(self._errands)
 
-    def every(self, name: str, seconds: float, look: Callable[[], Work]) -> None:
+    def every(self, name: str, seconds: float, look: Callable[[], Work | None]) -> None:
         """Do some work now, and again ``seconds`` after each end."""
 
         async def again_and_again() -> None:
             while True:
-                await look()
+                if (work := look()) is not None:
+                    await work
                 await self._clock.sleep(seconds)
 
         self.keep(name, again_and_again)

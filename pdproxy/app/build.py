@@ -16,7 +16,7 @@ from pdproxy.admin.guard import GuardedPort, RefusalLog
 from pdproxy.app.files import INTERVAL, FileWatcher
 from pdproxy.app.host import HostEnvironment, Secrets, Sources, transports
 from pdproxy.app.kv_events import KvEvents, kv_events
-from pdproxy.app.sizing import SizingWatch
+from pdproxy.app.sizing import EVERY, SizingWatch
 from pdproxy.background import Background
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
@@ -118,7 +118,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
         watch = SilenceWatch(pool, transport, clock, outages, metrics, _silence_config(settings), headers)
         background.keep(Task.SILENCE, watch.run)
     background.every(Task.FILES, INTERVAL, files.look)
-    background.keep(Task.SIZING, sizing.run)
+    background.every(Task.SIZING, EVERY, sizing.look)
     background.every(Task.PROOF, 1.0, prover.look)
     if events is not None:
         background.keep(Task.EVENTS, events.subscriber.run)

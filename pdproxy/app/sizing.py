@@ -9,21 +9,15 @@ EVERY = 5.0
 
 
 class SizingWatch:
-    """Looks at the decode nodes again and again. ``wanted``: what nodes are counted for."""
+    """Looks at the decode nodes. ``wanted``: what nodes are counted for."""
 
     def __init__(self, context: OrchestrationContext, wanted: Wanted) -> None:
         self._context = context
         self._wanted = wanted
         self._demand = context.pool.load.demand
 
-    async def run(self) -> None:
-        """Until it is cancelled."""
-        while True:
-            self.look()
-            await self._context.clock.sleep(EVERY)
-
     def look(self) -> None:
-        """What runs and waits now; and the advice that follows, on the metrics."""
+        """What runs and waits now; and the advice that follows, on the metrics. To be called `EVERY` few seconds."""
         context = self._context
         decodes = [view for view in context.pool.snapshot().nodes if view.node.role is Role.DECODE]
         caches = sum(view.node.capacity.part_taken(*view.footprint) for view in decodes if view.node.capacity)

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdproxy.app.sizing import EVERY, SizingWatch
+from pdproxy.background import Background
 from pdproxy.nodes.demand import Limit, Wanted
 from pdproxy.nodes.node import Binding, Capacity
 from pdproxy.request import Endpoint
+from tests.nodes.fake_pool import settle
 from tests.orchestration.cluster import FakeCluster, read
 from tests.orchestration.prompts import body_for
 
@@ -68,21 +70,20 @@ async def test_how_quickly_tokens_came_is_learned_from_streams() -> None:
 
 async def test_the_advice_is_on_the_metrics_and_follows_the_time() -> None:
     cluster = FakeCluster(prefills=1, decodes=1)
-    watch = asyncio.create_task(SizingWatch(cluster.context, WANTED).run())
+    background = Background(cluster.clock)
+    background.every("sizing", EVERY, SizingWatch(cluster.context, WANTED).look)
     try:
-        await asyncio.sleep(0)
+        await settle()
         assert cluster.registry.get_sample_value("pdproxy_nodes_needed", {"role": "prefill"}) == 0
         async with slow_prefill(cluster, 30.0):
             reply = await cluster.orchestrator.answer(cluster.request(Endpoint.CHAT, CHAT))
         await read(reply)
         cluster.clock.advance(EVERY)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await settle()
         assert cluster.registry.get_sample_value("pdproxy_nodes_needed", {"role": "prefill"}) == pytest.approx(
             30 / (2 * 60) / 0.5  # two minutes of the clock were touched
         )
         assert cluster.registry.get_sample_value("pdproxy_nodes_needed", {"role": "decode"}) is not None
     finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
+        await background.aclose()
     await cluster.settle()
