@@ -50,8 +50,9 @@ change, and its exit status is then 1.
 
 **How good it is.** Block size, bytes of a block, number of blocks and concurrency are to the digit those of published
 start-up logs, and of one start of ours on an H100 with the tiny model (`tests/deploy/test_memory.py`). Weights,
-activations and CUDA graphs are upper estimates, held to the same logs. No start of a large model was ours. *Limits:* the estimate does not know draft models, LoRA adapters, FP4 weights, pipeline and context
-parallelism; what CUDA graphs and kernels take varies by version and GPU, which the {margin:.0%} are for.
+activations and CUDA graphs are upper estimates, held to the same logs. No start of a large model was ours. *Limits:*
+the estimate does not know draft models, LoRA adapters, FP4 weights, pipeline and context parallelism; what CUDA
+graphs and kernels take varies by version and GPU, which the {margin:.0%} are for.
 
 ## Parsers
 

@@ -66,7 +66,8 @@ def test_compose_runs_it_before_any_node(profile: str, name: str, tmp_path: Path
     for each in nodes:
         assert services[each]["depends_on"][name]["condition"] == "service_completed_successfully"
         assert services[name]["image"] == services[each]["image"]
-    python, *words = [*services[name]["entrypoint"], *services[name]["command"]]
+    line: list[str] = services[name]["entrypoint"] + services[name]["command"]
+    python, words = line[0], line[1:]
     assert python == "python3"
     assert services[name]["volumes"] == [".:/site:ro"]
     gpu = profile != "cpu"
@@ -79,6 +80,6 @@ def test_compose_runs_it_before_any_node(profile: str, name: str, tmp_path: Path
         folder = site(tmp_path, env)
         (folder / "deploy").mkdir(exist_ok=True)
         (folder / "deploy" / "env_check.py").write_bytes((ROOT / "deploy" / "env_check.py").read_bytes())
-        line = [sys.executable, *(word.replace("/site", str(folder)) for word in words)]
-        ran = subprocess.run(line, env={"NODE_ADDRESS": address}, check=False, capture_output=True, text=True)
+        here = [sys.executable, *(word.replace("/site", str(folder)) for word in words)]
+        ran = subprocess.run(here, env={"NODE_ADDRESS": address}, check=False, capture_output=True, text=True)
         assert (ran.returncode, ran.stderr[: len(said)]) == (1 if said else 0, said)
