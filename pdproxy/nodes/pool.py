@@ -112,25 +112,38 @@ class Pool:
         return slot
 
     def leg_began(self, name: str, leg: Leg) -> None:
-        """A leg's first event, or its whole answer, is here; ignored for a node that has left."""
+        """The first event of a leg's stream is here; ignored for a node that has left."""
         entry = self._entries.get(name)
-        if entry is None:
-            return
-        now = entry.progressed_at = self._clock.now()
-        record = entry.records[leg]
-        if record.row:
-            record.began()
-        if entry.circuit.state is CircuitState.CLOSED and not entry.circuit.openings:
-            return  # as nearly always: nothing that a leg that goes well could change
-        before = self._refresh(entry, now).circuit
-        if (circuit := before.succeeded(now)) is not before:
-            self._set(entry, circuit)
+        if entry is not None:
+            entry.progressed_at = self._clock.now()
+            if (record := entry.records[leg]).row:
+                record.began()
+            circuit = entry.circuit
+            if circuit.openings or circuit.state is not CircuitState.CLOSED:
+                self._succeeded(entry)
 
     def leg_ended(self, name: str, leg: Leg, client: str) -> None:
-        """A leg of this client's ended well; ignored for a node that has left."""
+        """The stream of a leg of this client's ended well; ignored for a node that has left."""
         entry = self._entries.get(name)
         if entry is not None:
             entry.records[leg].ended(client, self._clock.now())
+
+    def leg_served(self, name: str, leg: Leg, client: str) -> None:
+        """As both, of a leg whose answer comes in one piece."""
+        entry = self._entries.get(name)
+        if entry is not None:
+            now = entry.progressed_at = self._clock.now()
+            entry.records[leg].ended(client, now)
+            circuit = entry.circuit
+            if circuit.openings or circuit.state is not CircuitState.CLOSED:
+                self._succeeded(entry)
+
+    def _succeeded(self, entry: PoolEntry) -> None:
+        """A leg goes well on a node whose circuit has been open."""
+        now = self._clock.now()
+        before = self._refresh(entry, now).circuit
+        if (circuit := before.succeeded(now)) is not before:
+            self._set(entry, circuit)
 
     def leg_failed(
         self, name: str, leg: Leg, fault: Fault, source: Source, verdict: Verdict, *, streaming: bool = False

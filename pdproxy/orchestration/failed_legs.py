@@ -86,9 +86,10 @@ class FailedLegs:
             self._served(name, lambda failed: leg in (Leg.DECODE, failed.leg))
 
     def served(self, leg: Leg, name: str) -> None:
-        """A leg whose answer comes in one piece has begun and ended well."""
-        self._pool.leg_began(name, leg)
-        self.ended(leg, name)
+        """A leg whose answer comes in one piece went well."""
+        self._pool.leg_served(name, leg, self._source.client)
+        if self._in_doubt:
+            self._served(name, lambda failed: leg in (Leg.DECODE, failed.leg))
 
     def close(self) -> None:
         """The prompt is at its end: no node has served what failed until now. Idempotent."""

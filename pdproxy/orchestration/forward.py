@@ -113,8 +113,7 @@ async def _forward(
                     raise final_error(Leg.FORWARD, Moment.OPENING, step, fault) from fault
                 continue
             if response.status < 500:
-                context.pool.leg_began(node.name, Leg.FORWARD)
-                context.pool.leg_ended(node.name, Leg.FORWARD, request.api_key)
+                context.pool.leg_served(node.name, Leg.FORWARD, request.api_key)
             else:
                 _count(context, node, Fault.SERVER_ERROR, request, Verdict.UNSERVED)
             headers = for_client(response.headers)

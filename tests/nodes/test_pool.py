@@ -127,6 +127,14 @@ def test_a_trial_whose_request_may_be_to_blame_proves_nothing(pool: Pool, clock:
     assert pool.view("d1").state is State.DOWN
 
 
+def test_an_answer_in_one_piece_ends_a_trial_well(pool: Pool, clock: FakeClock) -> None:
+    break_it(pool)
+    clock.advance(10)
+    assert pool.view("d1").state is State.PROBING
+    pool.leg_served("d1", Leg.DECODE, "")
+    assert pool.view("d1").state is State.UP
+
+
 def test_a_leg_that_begins_well_ends_the_row_of_those_that_did_not(pool: Pool) -> None:
     for name in ("d2", "d3"):
         pool.add(dataclasses.replace(NODE, name=name))
