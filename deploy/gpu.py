@@ -39,6 +39,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from connector.vllm_version import TESTED, release_of
+from deploy.block_sizes import UnknownModelError
 from deploy.local.model.quiz import MOST_LINES, TOKENS_PER_LINE, quiz, recite
 from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role, command, environment, on_free_ports
 from deploy.local.paths import MODEL, ROOT, RUNS
@@ -48,6 +49,7 @@ from deploy.local.stack import PROBES, Proxy, ProxySpec, Until, start_proxy
 from deploy.local.supervise import PartEndedError, Stopped, Supervisor, inherited, stop_signals
 from deploy.local.wait_joined import NodeRefusedError
 from deploy.local.watchdog import descendants, send
+from deploy.memory import fit, flags_of, load
 
 ANSWERS_WITHIN_S = 300.0
 """For one request, and for the next piece of a stream."""
@@ -621,6 +623,8 @@ def check_gpus(options: Options, listing: str, cuda: str) -> Iterator[Check]:
         needed = round(options.gpu_memory * total)
         advice = f"{needed:,} are asked for: end what uses it (nvidia-smi), or give a smaller --gpu-memory"
         yield Check(f"memory of GPU {index}", free >= needed, f"{free:,} of {total:,} MiB are free", advice)
+    smallest = min((total for index, (_, total, _) in found.items() if index in wanted), default=0)
+    yield check_fits(options, smallest / 1024)
     known, _, sees = cuda.strip().rpartition("\n")[2].partition(" ")
     fits = sees.isdigit() and int(sees) >= len(wanted)
     advice = "torch's CUDA and the driver do not fit, or CUDA_VISIBLE_DEVICES hides GPUs"
@@ -628,6 +632,19 @@ def check_gpus(options: Options, listing: str, cuda: str) -> Iterator[Check]:
     package = f"nixl-cu{known}"
     advice = f"pip install --no-deps {package}=={NIXL_VERSION}"
     yield Check("NIXL for this CUDA", bool(installed(package)), f"{package} {installed(package)}", advice)
+
+
+def check_fits(options: Options, gib: float) -> Check:
+    """The nodes start on a GPU of so many GiB, as `deploy.memory` computes; a model of whose sizes nothing is known passes."""
+    try:
+        model = load(options.model)
+        refusals = [each for one in pair(options, "") for each in fit(model, gib, flags_of(one.command)).refusals()]
+    except (OSError, KeyError, UnknownModelError) as error:
+        return Check("what fits", True, f"not computed ({error})")
+    why = "; ".join(dict.fromkeys(refusals))
+    return Check(
+        "what fits", not why, why or f"both nodes start on {gib:.1f} GiB", "docs/memory.md; *_ARGS, --gpu-memory"
+    )
 
 
 # --- Answers: by way of both nodes each is the one engine's, and the counters show that caches were handed over.

@@ -4,7 +4,9 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from pdproxy.app.build import Proxy, proxy
@@ -12,12 +14,17 @@ from pdproxy.app.host import HostEnvironment, ServiceAccount, Sources
 from pdproxy.errors import SettingsError
 from pdproxy.settings.model import ConfiguredNode, Discovery, Health, Settings
 from pdproxy.settings.types import DiscoveryKind, Role
-from tests.admin.asking import state_of
 from tests.app.zone import Zone
 from tests.fakes.clock import FakeClock
 from tests.nodes.discovery.apiserver import ApiServer
 
 NEVER = Health(interval=3600)
+
+
+async def state_of(app: Any) -> Any:
+    """What the live page would be told now."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        return (await client.get("/ui/state")).json()
 
 
 async def found(running: Proxy, count: int) -> dict[str, str]:

@@ -21,6 +21,7 @@ from deploy.gpu import (
     RunError,
     Stream,
     Verdict,
+    check_fits,
     check_gpus,
     check_machine,
     check_model,
@@ -217,6 +218,14 @@ class TestPreflight:
         [check] = check_gpus(options, listing, CUDA)
         assert not check.holds
         assert listing in str(check)
+
+    def test_a_model_that_does_not_fit_is_refused_by_the_flags_name(self, options: Options) -> None:
+        large = replace(options, model="Qwen/Qwen3.6-35B-A3B")
+        check = check_fits(large, 79.65)
+        assert not check.holds
+        assert "--max-num-seqs 256: the cache has" in str(check)
+        assert check_fits(replace(large, model="Qwen/Qwen3.6-35B-A3B-FP8"), 79.65).holds
+        assert "what fits" not in failing(check_gpus(options, LISTING, CUDA)), "nothing is known of this model"
 
     @pytest.mark.parametrize("cuda", ["none 0", "13 1", "Traceback …\nImportError: no torch"])
     def test_torch_must_see_the_gpus(self, options: Options, cuda: str) -> None:
