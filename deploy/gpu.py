@@ -635,16 +635,15 @@ def check_gpus(options: Options, listing: str, cuda: str) -> Iterator[Check]:
 
 
 def check_fits(options: Options, gib: float) -> Check:
-    """The nodes start on a GPU of so many GiB, as `deploy.memory` computes; a model of whose sizes nothing is known passes."""
+    """The nodes start on a GPU of so many GiB, by `deploy.memory`; a model of whose sizes nothing is known passes."""
     try:
         model = load(options.model)
         refusals = [each for one in pair(options, "") for each in fit(model, gib, flags_of(one.command)).refusals()]
     except (OSError, KeyError, UnknownModelError) as error:
         return Check("what fits", True, f"not computed ({error})")
     why = "; ".join(dict.fromkeys(refusals))
-    return Check(
-        "what fits", not why, why or f"both nodes start on {gib:.1f} GiB", "docs/memory.md; *_ARGS, --gpu-memory"
-    )
+    advice = "take another model or GPU by docs/memory.md, or set MAX_NUM_SEQS in the environment, or --gpu-memory"
+    return Check("what fits", not why, why or f"the nodes start on {gib:.1f} GiB", advice)
 
 
 # --- Answers: by way of both nodes each is the one engine's, and the counters show that caches were handed over.
