@@ -16,7 +16,7 @@ from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.request import Endpoint, Json
 from pdproxy.response import Sink
 from pdproxy.stream.chunks import DONE, DONE_EVENT, HEAD, choices_of, data_event, parse_object
-from pdproxy.stream.sse import SseParser
+from pdproxy.stream.sse import Framer, event_of
 from pdproxy.usage import sum_usage
 
 Result = TypeVar("Result")
@@ -60,14 +60,14 @@ class StreamMerge:
 
     def __init__(self, choices: int) -> None:
         self._choices = choices
-        self._parsers: dict[int, SseParser] = {}
+        self._framers: dict[int, Framer] = {}
         self._usages: dict[int, dict[str, object]] = {}
         self._first: dict[str, object] = {}
 
     def take(self, prompt: int, piece: bytes) -> bytes:
         """What the client sees of a piece of one prompt's stream; the stream's end and usage are kept for `ending`."""
-        parser = self._parsers.setdefault(prompt, SseParser())
-        return b"".join(e.raw if e.data is None else self._take(prompt, e.data) for e in parser.feed(piece))
+        framer = self._framers.setdefault(prompt, Framer())
+        return b"".join(self._take(prompt, raw) for raw in framer.feed(piece))
 
     def ending(self) -> bytes:
         """The summed usage where the streams reported it, and the end. Call it once every stream has ended."""
@@ -75,7 +75,10 @@ class StreamMerge:
         final = data_event({**self._first, "choices": [], "usage": sum_usage(usages)}) if usages else b""
         return final + DONE_EVENT
 
-    def _take(self, prompt: int, data: bytes) -> bytes:
+    def _take(self, prompt: int, raw: bytes) -> bytes:
+        data = event_of(raw).data
+        if data is None:
+            return raw
         if data == DONE:
             return b""
         payload = parse_object(data)

@@ -17,13 +17,13 @@ from pdproxy.orchestration.client_errors import (
 )
 from pdproxy.orchestration.context import OrchestrationContext, deadline_passed
 from pdproxy.orchestration.continuity import Continuity
-from pdproxy.orchestration.decode_stream import DecodeStream, UsageEventFilter
-from pdproxy.orchestration.journaled_stream import JournaledStream
+from pdproxy.orchestration.leg_reader import LegReader
 from pdproxy.orchestration.leg_wait import node_down_fault
 from pdproxy.orchestration.upstream import UpstreamRequest
 from pdproxy.raw_json import value_of
 from pdproxy.request import Endpoint, SubRequest
 from pdproxy.response import Sink
+from pdproxy.stream.usage_event import UsageEventFilter
 from pdproxy.transport.port import HttpResponse
 
 PROGRESS_SECONDS = 0.1
@@ -45,7 +45,7 @@ class Relay:
             upstream.sub_request, context.config.migrations, upstream.nodes, adds_usage=self._adds_usage
         )
         self._transcript = self._continuity.transcript
-        self._decode_stream: DecodeStream | None = None
+        self._leg_reader: LegReader | None = None
         self._ready = b""
         """What goes out next."""
         self._leaving = asyncio.Event()
@@ -79,8 +79,8 @@ class Relay:
 
     async def pipe_to(self, sink: Sink) -> None:
         """See `ResponseStream`. Returns where the node leaves, fails or ends its answer: the next read decides."""
-        if self._decode_stream is not None and not self._ready and not self._leaving.is_set():
-            await self._decode_stream.pipe_to(sink, self._passed_on)
+        if self._leg_reader is not None and not self._ready and not self._leaving.is_set():
+            await self._leg_reader.pipe_to(sink, self._passed_on)
 
     async def aclose(self) -> None:
         """End the legs, release what they hold. Idempotent."""
@@ -102,17 +102,12 @@ class Relay:
 
     async def _read_first_event(self, response: HttpResponse) -> bytes:
         usage_filter = UsageEventFilter() if self._adds_usage else None
-        decode_stream = self._decode_stream_of(response, usage_filter)
-        read_first = await decode_stream.read_first()
-        self._decode_stream = decode_stream
+        tail, journal = self._note_ticket(), self._continuity.journal
+        leg_reader = LegReader(response, self._transcript, tail, usage_filter, journal)
+        read_first = await leg_reader.read_first()
+        self._leg_reader = leg_reader
         self._leaving = self._leaving_event()
         return read_first
-
-    def _decode_stream_of(self, response: HttpResponse, usage_filter: UsageEventFilter | None) -> DecodeStream:
-        journal, tail = self._continuity.journal, self._note_ticket()
-        if journal is None:
-            return DecodeStream(response, self._transcript, tail, usage_filter)
-        return JournaledStream(response, self._transcript, tail, usage_filter, journal)
 
     def _note_ticket(self) -> int | None:
         """How many prompt tokens the node may compute with the leg's ticket; None where it has none. What its prefill
@@ -133,17 +128,17 @@ class Relay:
             return removed
 
     async def _advance(self) -> bytes:
-        decode_stream = self._decode_stream
-        if decode_stream is None or decode_stream.ended:
+        leg_reader = self._leg_reader
+        if leg_reader is None or leg_reader.ended:
             self._finish(Outcome.OK)
             return b""
         try:
             self._upstream.remaining_seconds()
             if self._leaving.is_set() and (move := self._move_now()) is not None:
                 return await self._migrate(move)
-            piece = await decode_stream.read_next()
+            piece = await leg_reader.read_next()
         except NodeFault as fault:
-            return await self._on_fault(decode_stream, node_down_fault() if self._node_down else fault)
+            return await self._on_fault(leg_reader, node_down_fault() if self._node_down else fault)
         except ClientError as error:
             return await self._fail(error)
         self._passed_on(piece)
@@ -180,12 +175,12 @@ class Relay:
         if not self._continuity.may_move:
             self._sub_request.held.drop()
 
-    async def _on_fault(self, decode_stream: DecodeStream, fault: NodeFault) -> bytes:
+    async def _on_fault(self, leg_reader: LegReader, fault: NodeFault) -> bytes:
         """The node failed in the middle of its answer."""
         broken = self._upstream.broke_off(fault)
         move = self._continuity.possible_move(self._upstream.node_name)
         if self._transcript.finished and (move is None or self._continuity.complete):
-            return decode_stream.flush() + self._end()
+            return leg_reader.flush() + self._end()
         if deadline_passed(self._context.clock, self._sub_request.request.deadline):
             return await self._fail(deadline_error())
         config = self._context.config
@@ -234,7 +229,7 @@ class Relay:
 
     async def _fail(self, error: StreamError) -> bytes:
         """The error event, and the end. What is held is given back before the client has read it."""
-        held = b"" if self._decode_stream is None else self._decode_stream.flush()
+        held = b"" if self._leg_reader is None else self._leg_reader.flush()
         self._finish(Outcome.FAILED)
         self._upstream.record.failure.ended_with(final_error_in_stream(error), self._upstream.node_name)
         await self._upstream.aclose()
@@ -249,9 +244,9 @@ class Relay:
 
     def _record_usage(self) -> None:
         """A leg has ended."""
-        decode_stream, self._decode_stream = self._decode_stream, None
-        if decode_stream is not None and decode_stream.usage is not None:
-            self._upstream.record_usage(decode_stream.usage)
+        leg_reader, self._leg_reader = self._leg_reader, None
+        if leg_reader is not None and leg_reader.usage is not None:
+            self._upstream.record_usage(leg_reader.usage)
 
 
 def _adds_usage(sub_request: SubRequest) -> bool:

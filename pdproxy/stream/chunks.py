@@ -4,6 +4,8 @@
 first, and writes the error that it is none, which costs five times as much as the search.
 """
 
+import re
+
 import msgspec
 
 from pdproxy.errors import Fault, NodeFault
@@ -25,8 +27,58 @@ TICKET_KEY = b'_transfer_params"'
 """Is in the bytes of such an event, whatever their layout."""
 LONG_DATA = 64 * 1024
 """Bytes from which on parsing an event would delay others: only the ids of its prompt make it so long."""
+_TEXT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|thinking)":"')
+"""Begins the text of an event: of completions, chat or messages, and of a model that thinks."""
+_NUMBERED = b'"sequence_number":'
 _PROMPT_IDS = b'"prompt_token_ids":['
 FINAL_EVENTS = frozenset({b"message_delta", b"response.completed", b"response.incomplete", b"response.failed"})
+
+
+class Likeness:
+    """An event that passed as it came, without its text: an event that differs in nothing else passes, too.
+
+    Attributes:
+        head: up to the text, the quote before it included.
+        text: where the text begins.
+        tail: from the quote after the text on.
+        length: of the tail.
+    """
+
+    __slots__ = ("head", "length", "tail", "text")
+
+    def __init__(self, head: bytes, tail: bytes) -> None:
+        self.head, self.text = head, len(head)
+        self.tail, self.length = tail, len(tail)
+
+    @classmethod
+    def of(cls, raw: bytes, mark: bytes = b"") -> "Likeness | None":
+        """Of an event that passed, with the mark that has to follow it.
+
+        None where more than its text differs from event to event: lists (but ``choices``) of ids or log-probabilities,
+        the numbers of responses. And where it has no text that can be told, or one with an escaped quote.
+        """
+        if raw.find(b"[", raw.find(b"[") + 1) >= 0 or raw.find(_NUMBERED) >= 0:
+            return None
+        found = _TEXT.search(raw)
+        if found is None:
+            return None
+        text = found.end()
+        end = raw.find(b'"', text)
+        if raw[end - 1 : end] == b"\\":
+            return None
+        return cls(raw[:text], raw[end:] + mark)
+
+    def end_in(self, piece: bytes, start: int) -> int:
+        """Where the event that begins at ``start`` ends, and the mark after it; 0 where it is not such an event.
+
+        A text ends at the first quote: one with escaped quotes does not fit, which is not wrong, for it is looked at.
+        """
+        text = start + self.text
+        if piece[start:text] != self.head:
+            return 0
+        quote = piece.find(b'"', text)
+        end = quote + self.length
+        return end if piece[quote:end] == self.tail else 0
 
 
 def parse_object(data: bytes) -> dict[str, object]:

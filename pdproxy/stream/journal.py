@@ -6,100 +6,38 @@ same write, comes a block of one comment line::
     data: {"id":…}\\n\\n: pdproxy [1,[[[0,[1234]]]]]\\n\\n
 
 ``[EVENTS, GROUPS]`` or ``[EVENTS, GROUPS, NAMES]``: how many events came since the record before, which it commits, and
-the outputs that they were made of. Of a record only EVENTS is looked at here; the bytes go back as they came, all
-records of all legs in order, to the node that resumes the stream. That node generates from there on, and sends what
-follows the last committed event.
+the outputs that they were made of. The proxy reads only EVENTS. It sends the bytes of all records of all legs, in
+order, to the node that resumes the stream. That node generates from there on, and sends what follows the last committed
+event.
 """
 
-import re
-from typing import NamedTuple
-
-from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import NotContinuableReason
-from pdproxy.stream.sse import EVENT_BYTES, LONG_REST
 
 MOST_BYTES = 4 * 1024 * 1024
 """How much of one stream's journal is kept: a record of one token takes about 20 bytes."""
-_BLOCK_END = b"\n\n"
-_RECORD = b": pdproxy "
-_NEXT_RECORD = _BLOCK_END + _RECORD
-_ONE_EVENT = b"[1,"
-_EVENT_AND_RECORD = re.compile(rb"((?:event: [^\r\n]*\n)?data: [^\r\n]*\n\n): pdproxy (\[1,[^\r\n]*)\n\n").fullmatch
+_BEGIN = b": pdproxy "
+ONE_EVENT = b"[1,"
+"""Begins a record that commits one event."""
+RECORD_OF_ONE = _BEGIN + ONE_EVENT
+"""Begins its block."""
+_AFTER_ONE = b"\n\n" + RECORD_OF_ONE
 
 
-class Batch(NamedTuple):
-    """Whole blocks, as they came, and the record that commits them.
+def record_in(block: bytes) -> bytes | None:
+    """The record that a block of the stream holds; None for any other block."""
+    return block[len(_BEGIN) :].rstrip(b"\r\n") if block.startswith(_BEGIN) else None
 
-    ``record`` is empty where the blocks are comments alone, which wait for none.
+
+def record_of_one(piece: bytes) -> tuple[bytes, bytes] | None:
+    """An event and its record, where a piece is both and nothing else.
+
+    The mark begins with a line end, which cannot stand within the data of an event: that is JSON.
     """
-
-    events: bytes
-    record: bytes
-
-
-class RecordSplitter:
-    """Takes the records out of a stream that arrives in pieces, and holds back events until their record is there.
-
-    Lines end in LF, as the plugin writes them; no line end can stand within the data of an event, which is JSON.
-    """
-
-    def __init__(self) -> None:
-        self.rest = b""
-        """What no record has committed yet; of a long event only its beginning."""
-        self._more: list[bytes] = []
-        self._size = 0
-
-    def feed(self, piece: bytes) -> list[Batch]:
-        """What ``piece`` completes; a `NodeFault` where more than `EVENT_BYTES` wait for a record."""
-        if not self.rest and (batch := one_event(piece)) is not None:
-            return [batch]
-        if len(self.rest) > LONG_REST and b"\n" not in piece:  # nothing ends here: see `SseParser`
-            self._more.append(piece)
-            self._check_size(self._size + len(piece))
-            return []
-        block = b"".join((self.rest, *self._more, piece))
-        batches, at = [], 0
-        while (found := _first_batch(block, at)) is not None:
-            batch, at = found
-            batches.append(batch)
-        self.rest, self._more = block[at:], []
-        self._check_size(len(self.rest))
-        return batches
-
-    def _check_size(self, size: int) -> None:
-        self._size = size
-        if size > EVENT_BYTES:
-            raise NodeFault(Fault.INVALID_BODY, "the events of the stream have no record")
-
-
-def one_event(piece: bytes) -> Batch | None:
-    """What nearly every piece is: one event and the record that tells of one, and nothing else."""
-    found = _EVENT_AND_RECORD(piece)
-    return None if found is None else Batch(*found.groups())
-
-
-def _first_batch(block: bytes, start: int) -> tuple[Batch, int] | None:
-    """The first batch from ``start`` on, and where it ends; None where it is not whole."""
-    if block.startswith(b":", start):
-        return _first_comment(block, start)
-    marker = block.find(_NEXT_RECORD, start)
-    if marker < 0:
+    at = piece.find(_AFTER_ONE) + 2
+    stop = len(piece) - 2
+    if at < 2 or piece.find(b"\n\n", at) != stop:
         return None
-    begin = marker + len(_NEXT_RECORD)
-    end = block.find(_BLOCK_END, begin)
-    if end < 0:
-        return None
-    return Batch(block[start : marker + 2], block[begin:end]), end + 2
-
-
-def _first_comment(block: bytes, start: int) -> tuple[Batch, int] | None:
-    """A record that commits no events, or a keep-alive."""
-    end = block.find(_BLOCK_END, start)
-    if end < 0:
-        return None
-    if block.startswith(_RECORD, start):
-        return Batch(b"", block[start + len(_RECORD) : end]), end + 2
-    return Batch(block[start : end + 2], b""), end + 2
+    return piece[:at], piece[at + len(_BEGIN) : stop]
 
 
 class Journal:
@@ -109,23 +47,25 @@ class Journal:
         reason: why the stream cannot be resumed from it; None where it can.
     """
 
+    __slots__ = ("_most", "_records", "reason")
+
     def __init__(self, most: int = MOST_BYTES) -> None:
         self._most = most
         self._records = bytearray()
         self.reason: NotContinuableReason | None = None
 
-    def append(self, batch: Batch) -> None:
-        """A record came, and its events go to the client.
+    def append(self, record: bytes, events: int) -> None:
+        """A record came, and the events that it commits, so many, go to the client.
 
-        Beyond the bound, or where a record does not tell the number of its events, the journal is given up: its memory
-        is given back, and `reason` set.
+        Beyond the bound, or where the record does not tell the number of its events, the journal is given up: its
+        memory is given back, and `reason` set.
         """
-        if self.reason is None and not _tells_events(batch.record, batch.events):
+        if not record.startswith(b"[%d," % events):
             self._give_up(NotContinuableReason.JOURNAL_BROKEN)
-        self.append_one(batch.record)
+        self.append_right(record)
 
-    def append_one(self, record: bytes) -> None:
-        """As `append`, of a record from `one_event`, which tells the number of its events."""
+    def append_right(self, record: bytes) -> None:
+        """As `append`, of a record that is known to tell the number of its events."""
         if self.reason is not None:
             return
         self._records += record
@@ -138,13 +78,5 @@ class Journal:
         return bytes(self._records[:-1])
 
     def _give_up(self, reason: NotContinuableReason) -> None:
-        self.reason = reason
-        self._records = bytearray()
-
-
-def _tells_events(record: bytes, blocks: bytes) -> bool:
-    """Whether a record tells right how many of the blocks have data."""
-    if blocks.find(_BLOCK_END) == len(blocks) - 2 and not blocks.startswith(b":"):
-        return record.startswith(_ONE_EVENT)
-    events = sum(not block.startswith(b":") for block in blocks.split(_BLOCK_END) if block)
-    return record.startswith(b"[%d," % events)
+        if self.reason is None:
+            self.reason, self._records = reason, bytearray()

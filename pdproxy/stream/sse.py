@@ -1,4 +1,4 @@
-"""Server-sent events, framed sans-IO: bytes in, whole events out, nothing changed.
+"""Server-sent events: a stream's bytes cut into events, and one event read. No I/O.
 
 The grammar is WHATWG HTML's "server-sent events": lines end in LF, CRLF or CR, an empty line ends an event, a line
 that begins with a colon is a comment.
@@ -6,7 +6,6 @@ that begins with a colon is a comment.
 
 import io
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault
@@ -33,30 +32,29 @@ class Event(NamedTuple):
     shortened: bool = False
 
 
-class SseParser:
-    """Frames a body that arrives in pieces; ``read`` reads each event of which more is to be known than its bytes."""
+class Framer:
+    """Cuts a body that arrives in pieces into events and comments, as they came."""
 
-    def __init__(self, read: Callable[[bytes], Event] | None = None) -> None:
+    __slots__ = ("_last", "_long", "_size", "rest")
+
+    def __init__(self) -> None:
         self.rest = b""
         """What came after the last whole event; not empty at the end of a body means that it was cut. Of a long event
         only its beginning."""
-        self._read = read or event_of
         self._long: io.BytesIO | None = None
         """A long event so far. It grows in place: to join its pieces takes milliseconds where they are megabytes."""
         self._last = b""
         """Its last piece."""
         self._size = 0
 
-    def feed(self, piece: bytes) -> list[Event]:
+    def feed(self, piece: bytes) -> list[bytes]:
         """The events that ``piece`` completes; a `NodeFault` where one grows beyond `EVENT_BYTES`."""
-        if not self.rest and _is_one_data_line(piece):
-            return [self._read(piece)]
         if len(self.rest) > LONG_REST and not _may_end(self._last or self.rest, piece):
             self._wait(piece)
             return []
         block = self._joined(piece)
         ends = _ends_lf(block) if block.find(b"\r") < 0 else _ends_any(block)
-        events = [self._read(block[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        events = [block[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         self.rest = block[ends[-1] :] if ends else block
         self._size = len(self.rest)
         self._check_size()
@@ -114,20 +112,18 @@ def _ends_any(block: bytes) -> list[int]:
     return ends
 
 
-def _is_one_data_line(block: bytes) -> bool:
-    """Whether this is one event of one line of data, ended by LF: nearly all are."""
-    return (
-        block.startswith(b"data: ")
-        and block.find(b"\n") == len(block) - 2
-        and block[-1:] == b"\n"
-        and block.find(b"\r") < 0  # `in` would cost five times as much: see `chunks`
-    )
+def _is_one_line(block: bytes) -> bool:
+    """Whether this is one event of one line, ended by LF: nearly all are."""
+    return block.find(b"\n") == len(block) - 2 and block[-1:] == b"\n" and block.find(b"\r") < 0
 
 
 def event_of(raw: bytes) -> Event:
     """One whole event, read."""
-    if _is_one_data_line(raw):
-        return Event(raw, b"", raw[6:-2])
+    if _is_one_line(raw):
+        if raw.startswith(b"data: "):
+            return Event(raw, b"", raw[6:-2])
+        if raw.startswith(b":"):
+            return Event(raw)
     name, lines = b"", []
     for line in _LINE.split(raw):
         field, _, value = line.partition(b":")

@@ -113,23 +113,20 @@ class Transcript:
             raise _reported_error(event.data)
         return self._take_chunk(event, event.data)
 
-    def take_fast_path(self, raw: bytes) -> bytes | None:
-        """As `take`, of this leg's bytes if they are one event that goes on as it is, and changes nothing here; else
-        None.
+    def passes(self, raw: bytes) -> bool:
+        """Whether these bytes are one event that goes on as it is, and changes nothing here: `take` need not read it.
 
         No pattern can match inside a JSON string: quotes are escaped there, and line ends too.
         """
         if not self.started or self._adopts or self.ended:
-            return None
+            return False
         if raw.find(b'"usage"') >= 0 or raw.find(TICKET_KEY) >= 0 or not raw.endswith(b"}\n\n") or raw.find(b"\r") >= 0:
-            return None
+            return False
         line, end = raw.find(b"\n"), len(raw) - 2
         if self.endpoint in CHUNKED:
-            plain = line == end and raw.startswith(b'data: {"id":') and raw.find(_NOT_FINISHED) >= 0
-        else:
-            named = raw.startswith(b"event: ") and raw[7:line] not in _LOOKED_AT
-            plain = named and raw.startswith(b"\ndata: {", line) and raw.find(b"\n", line + 1) == end
-        return raw if plain else None
+            return line == end and raw.startswith(b'data: {"id":') and raw.find(_NOT_FINISHED) >= 0
+        named = raw.startswith(b"event: ") and raw[7:line] not in _LOOKED_AT
+        return named and raw.startswith(b"\ndata: {", line) and raw.find(b"\n", line + 1) == end
 
     def _take_named(self, event: Event, data: bytes) -> bytes:
         if event.name == b"error":
@@ -155,9 +152,6 @@ class Transcript:
         return isinstance(response, dict) and is_aborted(self.endpoint, response)
 
     def _take_chunk(self, event: Event, data: bytes) -> bytes:
-        seen = self.take_fast_path(event.raw)
-        if seen is not None:
-            return seen
         if data.find(ABORTED) >= 0:
             raise _aborted()
         chunk = None if self.started and not self._adopts else parse_object(data)

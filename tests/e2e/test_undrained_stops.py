@@ -24,7 +24,7 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import is_aborted
 from pdproxy.legs.shape import shape
 from pdproxy.request import Endpoint
-from pdproxy.stream.sse import SseParser
+from pdproxy.stream.sse import Framer, event_of
 from pdproxy.stream.transcript import Transcript
 from tests.e2e.asking import Way, answer
 from tests.e2e.conftest import async_client
@@ -116,12 +116,12 @@ async def until_it_gives_up(url: str, ids: list[int]) -> None:
 async def fault_of_stream(url: str, ids: list[int]) -> Fault | None:
     """The fault that a stream of the node shows when it is read as the proxy reads it."""
     body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": 8, "stream": True}
-    transcript, parser = Transcript(Endpoint.COMPLETIONS, shape(Endpoint.COMPLETIONS, body)), SseParser()
+    transcript = Transcript(Endpoint.COMPLETIONS, shape(Endpoint.COMPLETIONS, body))
     async with httpx.AsyncClient(base_url=url, trust_env=False) as node:
         said = (await node.post("/v1/completions", json=body)).raise_for_status()
     try:
-        for event in parser.feed(said.content):
-            transcript.take(event)
+        for raw in Framer().feed(said.content):
+            transcript.take(event_of(raw))
     except NodeFault as fault:
         return fault.fault
     return None

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from pdproxy.request import Endpoint
-from pdproxy.stream.sse import Event, SseParser
+from pdproxy.stream.sse import Event, Framer, event_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Engine:
 
 def events(raw: bytes) -> list[Event]:
     """The events in whole bytes."""
-    return SseParser().feed(raw)
+    return [event_of(each) for each in Framer().feed(raw)]
 
 
 def heard(raw: bytes) -> tuple[str, str | None, dict[str, object] | None, set[str]]:

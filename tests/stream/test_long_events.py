@@ -2,15 +2,13 @@
 
 import json
 import time
-from collections.abc import Callable
 
 import pytest
 
 from pdproxy.errors import NodeFault
 from pdproxy.request import Endpoint, Shape
 from pdproxy.stream.chunks import short_event_of
-from pdproxy.stream.journal import RecordSplitter
-from pdproxy.stream.sse import EVENT_BYTES, Event, SseParser
+from pdproxy.stream.sse import EVENT_BYTES, Event, Framer, event_of
 from pdproxy.stream.transcript import Transcript
 
 LONG = 300_000
@@ -26,8 +24,7 @@ def opening(endpoint: Endpoint, **choice: object) -> Event:
     outer: dict[str, object] = {"id": "x", "object": "o", "created": 1, "model": "m", "choices": [inner]}
     (inner if endpoint is Endpoint.COMPLETIONS else outer)["prompt_token_ids"] = IDS
     inner["token_ids"] = [7]
-    (event,) = SseParser(short_event_of).feed(b"data: %b\n\n" % json.dumps(outer, separators=(",", ":")).encode())
-    return event
+    return short_event_of(b"data: %b\n\n" % json.dumps(outer, separators=(",", ":")).encode())
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -35,33 +32,20 @@ def opening(endpoint: Endpoint, **choice: object) -> Event:
 def test_any_split_of_a_long_event_gives_the_same_events(end: bytes, size: int) -> None:
     body = b"data: " + b"x" * LONG + end + b"data: short\n\n"
     pieces = [body[at : at + size] for at in range(0, len(body), size)]
-    parser = SseParser()
-    found = [event for piece in pieces for event in parser.feed(piece)]
-    assert [event.data for event in found] == [b"x" * LONG, b"short"]
-    assert b"".join(event.raw for event in found) == body
+    framer = Framer()
+    found = [event for piece in pieces for event in framer.feed(piece)]
+    assert [event_of(raw).data for raw in found] == [b"x" * LONG, b"short"]
+    assert b"".join(found) == body
 
 
-@pytest.mark.parametrize("size", [1000, 70_000, LONG])
-def test_any_split_of_a_long_event_gives_the_same_record(size: int) -> None:
-    event = b"data: " + b"x" * LONG + b"\n\n"
-    body = event + b": pdproxy [1,[]]\n\n"
-    splitter = RecordSplitter()
-    found = [each for at in range(0, len(body), size) for each in splitter.feed(body[at : at + size])]
-    assert found == [(event, b"[1,[]]")]
-    assert splitter.rest == b""
-
-
-@pytest.mark.parametrize("make", [SseParser, RecordSplitter])
-def test_the_time_that_a_long_event_takes_does_not_grow_with_its_square(
-    make: Callable[[], SseParser | RecordSplitter],
-) -> None:
-    parser, piece = make(), b"x" * 4096
+def test_the_time_that_a_long_event_takes_does_not_grow_with_its_square() -> None:
+    framer, piece = Framer(), b"x" * 4096
     began = time.thread_time()
     for _ in range(EVENT_BYTES // len(piece)):
-        parser.feed(piece)
+        framer.feed(piece)
     assert time.thread_time() - began < 1.0  # joined with each piece: 8 s and more
     with pytest.raises(NodeFault):
-        parser.feed(piece)
+        framer.feed(piece)
 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.CHAT])
@@ -86,13 +70,13 @@ def test_the_ids_of_a_very_long_prompt_are_looked_through_only_once() -> None:
 
 def _seconds_of_the_last(pieces: list[bytes], *, parsed: bool = False) -> float:
     """CPU time of the piece that completes a first event."""
-    parser = SseParser() if parsed else SseParser(short_event_of)
+    framer, read = Framer(), event_of if parsed else short_event_of
     transcript = Transcript(Endpoint.COMPLETIONS, Shape(1, stream=True))
     for piece in pieces[:-1]:
-        assert parser.feed(piece) == []
+        assert framer.feed(piece) == []
     began = time.thread_time()
-    (event,) = parser.feed(pieces[-1])
-    seen = transcript.take(event)
+    (raw,) = framer.feed(pieces[-1])
+    seen = transcript.take(read(raw))
     seconds = time.thread_time() - began
     assert seen == b"".join(pieces)
     return seconds

@@ -6,6 +6,7 @@ import pytest
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Endpoint, Shape
+from pdproxy.stream.sse import event_of
 from pdproxy.stream.transcript import Transcript
 from tests.stream.engine import Engine, events, heard
 
@@ -166,3 +167,73 @@ def test_why_an_answer_ended_is_kept_unless_its_last_events_did_not_count(
     assert (transcript.finish_reasons, transcript.ended) == ([reason], endpoint is Endpoint.RESPONSES)
     transcript.rollback(before)
     assert (transcript.finish_reasons, transcript.finished, transcript.ended) == ([], False, False)
+
+
+def event(text: str, name: str = "") -> bytes:
+    head = f"event: {name}\n" if name else ""
+    said = {"id": "c-1", "choices": [{"index": 0, "text": text, "finish_reason": None}]}
+    return f"{head}data: {json.dumps(said, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+PASSING = (event("a"), event('é "quoted": { \\'))
+LOOKED_AT = (
+    event("a") + event("b"),
+    event("a")[:-1],
+    event("a").replace(b"null", b'"stop"'),
+    event("a").replace(b'"choices"', b'"usage":{},"choices"'),
+    event("a").replace(b'"choices"', b'"kv_transfer_params":{},"choices"'),
+    b'data: {"error":{}}\n\n',
+    b"data: [DONE]\n\n",
+    event("a", "some"),
+    event("a").replace(b'"a"', b'"\r"'),
+    event("a").replace(b'"a"', b'"\n"'),
+    b": keep-alive\n\n",
+)
+
+
+def started(endpoint: Endpoint) -> Transcript:
+    transcript = Transcript(endpoint, Shape(1, stream=True))
+    transcript.take(event_of(event("x", "" if endpoint is Endpoint.COMPLETIONS else "some")))
+    return transcript
+
+
+@pytest.mark.parametrize("raw", PASSING, ids=repr)
+def test_an_event_that_says_nothing_but_text_is_not_read(raw: bytes) -> None:
+    transcript = started(Endpoint.COMPLETIONS)
+    assert transcript.passes(raw)
+    before = transcript.checkpoint()
+    assert transcript.take(event_of(raw)) == raw
+    assert transcript.checkpoint() == before, "so nothing was missed"
+
+
+@pytest.mark.parametrize("raw", LOOKED_AT, ids=repr)
+def test_any_other_is_looked_at(raw: bytes) -> None:
+    assert not started(Endpoint.COMPLETIONS).passes(raw)
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.RESPONSES])
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [
+        ("content_block_delta", True),
+        ("response.output_text.delta", True),
+        ("message_delta", False),
+        ("message_stop", False),
+        ("response.completed", False),
+        ("response.incomplete", False),
+        ("response.failed", False),
+        ("error", False),
+    ],
+)
+def test_of_named_events_the_name_tells(endpoint: Endpoint, name: str, passes: bool) -> None:
+    assert started(endpoint).passes(event("text", name)) is passes
+
+
+def test_what_did_not_reach_the_client_is_forgotten() -> None:
+    transcript = Transcript(Endpoint.COMPLETIONS, Shape(1, stream=True))
+    before = transcript.checkpoint()
+    for each in events(event("a").replace(b"null", b'"stop"') + b"data: [DONE]\n\n"):
+        transcript.take(each)
+    assert (transcript.started, transcript.finished, transcript.ended) == (True, True, True)
+    transcript.rollback(before)
+    assert (transcript.started, transcript.finished, transcript.ended) == (False, False, False)

@@ -1,6 +1,6 @@
 """The filter that takes out a usage event that only the proxy asked for."""
 
-from pdproxy.orchestration.decode_stream import UsageEventFilter
+from pdproxy.stream.usage_event import UsageEventFilter
 
 FINISH = b'{"id":"1","choices":[{"text":"x","finish_reason":"stop"}]}'
 USAGE = b'{"id":"1","choices":[],"usage":{"prompt_tokens":1},"system_fingerprint":"f"}'

@@ -1,0 +1,281 @@
+"""Reads the stream of one decode leg: bytes from the node in, bytes for the client out.
+
+An event goes one of three ways, the cheapest first:
+
+1. Like the last one: nearly every piece is one event that differs from the one before in its text alone.
+2. By its bytes: it holds nothing that ends or changes the stream (`Transcript.passes`).
+3. Read: as the first event, the last ones, errors and usage.
+"""
+
+from collections.abc import AsyncIterator
+
+from pdproxy.errors import Fault, NodeFault, untraced
+from pdproxy.response import Sink
+from pdproxy.stream.chunks import DONE, Likeness, parse_object, short_event_of
+from pdproxy.stream.journal import ONE_EVENT, RECORD_OF_ONE, Journal, record_in, record_of_one
+from pdproxy.stream.sse import EVENT_BYTES, Event, Framer
+from pdproxy.stream.transcript import CHUNKED, Transcript
+from pdproxy.stream.usage_event import UsageEventFilter
+from pdproxy.transport.port import HttpResponse
+from pdproxy.usage import Usage, read_usage_event
+
+_COUNT, _RECORD = len(ONE_EVENT), len(RECORD_OF_ONE)
+
+
+class LegReader:
+    """The stream of one decode leg. A fault in the middle of a piece is raised only after what stood before it.
+
+    With a journal, events reach the client together with the record that commits them reaching the journal. Events
+    without a record are not passed on: the next leg sends them again. Neither are those of a record that commits an
+    error, which does not count.
+
+    The caller closes ``response``.
+
+    Args:
+        ticket_tail: the most prompt tokens that the node computes itself with its ticket; None where it has none.
+        usage_filter: given where only we asked for the usage event.
+        journal: given where the leg comes with one.
+    """
+
+    __slots__ = (
+        "_at_boundary",
+        "_chunks",
+        "_framer",
+        "_held",
+        "_journal",
+        "_like_last",
+        "_pending_error",
+        "_response",
+        "_ticket_tail",
+        "_transcript",
+        "_usage_filter",
+        "ended",
+        "has_begun",
+        "has_data_event",
+        "usage",
+    )
+
+    def __init__(
+        self,
+        response: HttpResponse,
+        transcript: Transcript,
+        ticket_tail: int | None = None,
+        usage_filter: UsageEventFilter | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self._response = response
+        self._chunks: AsyncIterator[bytes] = aiter(response)
+        self._transcript = transcript
+        self._ticket_tail = ticket_tail
+        self._usage_filter = usage_filter
+        self._journal = journal
+        self._framer = Framer()
+        self._held: list[bytes] = []
+        """Events whose record has not come yet."""
+        self._at_boundary = False
+        """The next piece begins with an event, and that may pass as it is."""
+        self._like_last: Likeness | None = None
+        """Of the last event, where the next one can pass by it."""
+        self._pending_error: NodeFault | None = None
+        self.has_data_event = False
+        """A data event came."""
+        self.has_begun = False
+        """The node has shown that it generates: a data event came, or a record of the journal."""
+        self.ended = False
+        """The body ended, and the stream with it."""
+        self.usage: Usage | None = None
+        """The last usage that the leg reported."""
+
+    async def read_first(self) -> bytes:
+        """Everything up to and with the first data event, or record of a journal; raises as `read_next`."""
+        pieces = []
+        while not (self.has_begun or self.ended):
+            pieces.append(await self.read_next())
+        return b"".join(pieces)
+
+    async def read_next(self) -> bytes:
+        """What the client sees of the next piece; may be empty.
+
+        Raises:
+            NodeFault: RESET where the body ended before the stream did; what the transport and the transcript raise.
+        """
+        if self._pending_error is not None:
+            raise untraced(self._pending_error)
+        try:
+            piece = await anext(self._chunks, None)
+        except NodeFault:
+            if not self._transcript.ended:
+                raise
+            piece = None  # cut after its end: nothing is missing
+        if piece is not None:
+            return self._take(piece)
+        self._check_held()
+        if not self._transcript.ended:
+            raise NodeFault(Fault.RESET, "the body ended before the stream did")
+        self.ended = True
+        return b""
+
+    async def pipe_to(self, sink: Sink, passed_on: Sink) -> None:
+        """Write what the client sees of each piece, until one needs `read_next`: error or end.
+
+        ``passed_on`` is called with each, which may be empty, once it is written; False: leave the next to `read_next`.
+        All of it runs within the callback that read the piece from the node's socket.
+        """
+
+        def write(piece: bytes) -> bool:
+            try:
+                seen = self._take(piece)
+            except NodeFault as fault:
+                self._pending_error = untraced(fault)
+                return False
+            written = not seen or sink(seen)
+            return passed_on(seen) and written and self._pending_error is None
+
+        if self.has_begun and self._pending_error is None and not self.ended:
+            await self._response.pipe_to(write)
+
+    def flush(self) -> bytes:
+        """What was held back for a usage event that did not come."""
+        return b"" if self._usage_filter is None else self._usage_filter.flush()
+
+    def _take(self, piece: bytes) -> bytes:
+        """What the client sees of a piece. Nearly every piece is one event like the last one, and its record."""
+        like, journal = self._like_last, self._journal
+        if like is None:
+            return self._take_one(piece) if self._at_boundary else self._take_any(piece)
+        end = like.end_in(piece, 0)
+        if journal is None:
+            if end == len(piece):
+                return piece
+        elif end and piece.find(b"\n\n", end) == len(piece) - 2:
+            journal.append_right(piece[end - _COUNT : -2])
+            return piece[: end - _RECORD]
+        return self._take_several(like, piece) if end else self._take_one(piece)
+
+    def _take_one(self, piece: bytes) -> bytes:
+        """What the client sees of a piece that may be one event and its record."""
+        if self._journal is None:
+            return piece if self._passes(piece) else self._take_any(piece)
+        found = record_of_one(piece)
+        if found is None or not self._passes(found[0]):
+            return self._take_any(piece)
+        self._journal.append_right(found[1])
+        return found[0]
+
+    def _take_several(self, like: Likeness, piece: bytes) -> bytes:
+        """What the client sees of a piece that may begin with events like the last one."""
+        seen, at = [], 0
+        while end := like.end_in(piece, at):
+            if self._journal is None:
+                seen.append(piece[at:end])
+                at = end
+                continue
+            stop = piece.find(b"\n\n", end)
+            if stop < 0:  # the rest of the record is still to come
+                break
+            self._journal.append_right(piece[end - _COUNT : stop])
+            seen.append(piece[at : end - _RECORD])
+            at = stop + 2
+        if at < len(piece):
+            seen.append(self._take_any(piece[at:]))
+        return b"".join(seen)
+
+    def _take_any(self, piece: bytes) -> bytes:
+        seen = b"".join(map(self._take_block, self._framer.feed(piece)))
+        whole = not self._framer.rest and not self._held
+        self._at_boundary = whole and self.has_data_event and self._pending_error is None and not self._is_holding()
+        if not self._at_boundary:
+            self._like_last = None
+        return seen
+
+    def _passes(self, raw: bytes) -> bool:
+        """Whether bytes are one event that passes as it is; the next one may be like it."""
+        passes = self._transcript.passes(raw)
+        if passes:
+            self._like_last = Likeness.of(raw, b"" if self._journal is None else RECORD_OF_ONE)
+        return passes
+
+    def _is_holding(self) -> bool:
+        return self._usage_filter is not None and self._usage_filter.is_holding
+
+    def _take_block(self, raw: bytes) -> bytes:
+        """Of one event, record or comment. Events wait for their record, comments before them for none."""
+        if self._pending_error is not None:
+            return b""
+        if self._journal is None or (raw.startswith(b":") and not self._held and record_in(raw) is None):
+            return self._take_event(raw)
+        record = record_in(raw)
+        if record is not None:
+            return self._commit(self._journal, record)
+        self._held.append(raw)
+        if len(self._held) > 1 and sum(map(len, self._held)) > EVENT_BYTES:
+            raise NodeFault(Fault.INVALID_BODY, "the events of the stream have no record")
+        return b""
+
+    def _commit(self, journal: Journal, record: bytes) -> bytes:
+        """A record came. What the client sees of the events that it commits; nothing where one of them is an error."""
+        held, self._held = self._held, []
+        before = self._transcript.checkpoint()
+        seen = b"".join(map(self._take_event, held))
+        if self._pending_error is not None:
+            self._transcript.rollback(before)
+            return b""
+        self.has_begun = True
+        journal.append(record, sum(not raw.startswith(b":") for raw in held))
+        return seen
+
+    def _check_held(self) -> None:
+        """Raise the error that the node may have reported in what has no record, at the end of the body."""
+        if self._held and not self._transcript.ended:
+            before = self._transcript.checkpoint()
+            for raw in self._held:
+                self._take_event(raw)
+            self._transcript.rollback(before)
+            if self._pending_error is not None:
+                raise untraced(self._pending_error)
+
+    def _take_event(self, raw: bytes) -> bytes:
+        if self._pending_error is not None:
+            return b""
+        if self.has_data_event and not self._is_holding() and self._passes(raw):
+            return raw
+        event = short_event_of(raw)
+        return raw if event.data is None else self._read(event, event.data)
+
+    def _read(self, event: Event, data: bytes) -> bytes:
+        self._like_last = None
+        if self._transcript.ended and self._transcript.endpoint in CHUNKED:
+            return b""
+        if data.find(b'"usage":{') >= 0:
+            self._note_usage(data)
+            if self._usage_filter is not None and self._usage_filter.is_usage_event(data):
+                return self._usage_filter.on_usage_event(data)
+        try:
+            self._check(data)
+            seen = self._transcript.take(event)
+        except NodeFault as fault:
+            if not self.has_data_event:
+                raise
+            if not self._transcript.ended:  # else nothing is missing
+                self._pending_error = untraced(fault)
+            return b""
+        self.has_data_event = self.has_begun = True
+        return seen if self._usage_filter is None else self._usage_filter.feed(data, seen)
+
+    def _check(self, data: bytes) -> None:
+        """The first event must be a JSON object; of the others only both ends are looked at.
+
+        Of completions and chat the transcript parses the first event itself.
+        """
+        if data == DONE:
+            return
+        if not self.has_data_event and self._transcript.endpoint not in CHUNKED:
+            parse_object(data)
+        elif data[:1] != b"{" or data[-1:] != b"}":
+            raise NodeFault(Fault.INVALID_BODY, "an event of the stream is no JSON object")
+
+    def _note_usage(self, data: bytes) -> None:
+        self.usage = read_usage_event(data) or self.usage
+        tail = self._ticket_tail
+        if tail is not None and self.usage is not None and self.usage.recomputed(tail):
+            self._transcript.cached_tokens = None  # what the prefill node had cached was of no use

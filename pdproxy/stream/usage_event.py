@@ -1,0 +1,47 @@
+"""The usage event of a stream that only the proxy asked for. Pure."""
+
+import re
+
+from pdproxy.finish_reasons import FINISH_REASON
+
+_USAGE_EVENT = b'"choices":[]'
+_FINGERPRINT = re.compile(rb',"system_fingerprint":"[^"\\]*"')
+_END = b"}\n\n"
+
+
+class UsageEventFilter:
+    """Takes the usage event out of a stream of one choice whose ``stream_options.include_usage`` is ours.
+
+    vLLM writes ``system_fingerprint`` into the last event: the usage event, or without one the event with the finish
+    reason. So the latter is held back until the usage event is here, and gets the fingerprint.
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    @property
+    def is_holding(self) -> bool:
+        return bool(self._held)
+
+    def is_usage_event(self, data: bytes) -> bool:
+        return data.find(_USAGE_EVENT) >= 0
+
+    def feed(self, data: bytes, seen: bytes) -> bytes:
+        """What the client may see now; ``seen`` is what it shall see of the event that has this data."""
+        if data.find(FINISH_REASON) >= 0:
+            self._held += seen
+            return b""
+        return self.flush() + seen if self._held else seen
+
+    def on_usage_event(self, data: bytes) -> bytes:
+        """What was held back, with the usage event's fingerprint."""
+        found, held = _FINGERPRINT.search(data), self.flush()
+        if found is None or not held.endswith(_END) or _FINGERPRINT.search(held) is not None:
+            return held
+        return held.removesuffix(_END) + found.group() + _END
+
+    def flush(self) -> bytes:
+        held, self._held = self._held, b""
+        return held

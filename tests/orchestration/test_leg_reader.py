@@ -1,0 +1,293 @@
+"""The stream of a leg: what the client sees of it, what of it counts when it breaks, and that cuts do not matter."""
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from types import FrameType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdproxy.errors import Fault, NodeFault
+from pdproxy.orchestration.leg_reader import LegReader
+from pdproxy.request import Endpoint, Headers, Shape
+from pdproxy.response import Sink
+from pdproxy.stream.journal import Journal
+from pdproxy.stream.sse import EVENT_BYTES, Framer
+from pdproxy.stream.transcript import Transcript
+from pdproxy.stream.usage_event import UsageEventFilter
+from tests.orchestration.streams_of_nodes import Written, cut, fake_stream, recorded_streams, split
+
+ENDPOINTS = tuple(Endpoint)
+KEEP_ALIVE = b": keep-alive\n\n"
+FINISH = {"id": "c-1", "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
+FINISHED = b"data: " + json.dumps(FINISH, separators=(",", ":")).encode() + b"\n\n"
+_OBJECT = re.compile(rb'"object":"[^"]*","created":[0-9]*')
+STREAMS = [*map(fake_stream, ENDPOINTS), *recorded_streams()]
+ODD = (
+    KEEP_ALIVE,
+    b": pdproxy [0,[]]\n\n",
+    b": pdproxy [2,[]]\n\n",
+    b'data: {"error":{"message":"no"}}\n\n',
+    b'event: error\ndata: {"error":{"message":"no","code":400}}\n\n',
+    b"data: nonsense\n\n",
+    b"data: [DONE]\n\n",
+    FINISHED,
+    FINISHED.replace(b'"stop"', b'"abort"'),
+    FINISHED.replace(b'"stop"', b"null"),
+    FINISHED.replace(b'"stop"', b'null,"kv_transfer_params":{"remote_host":"h"}'),
+    FINISHED + b"data: [DONE]\n\n: pdproxy [2,[]]\n\n",
+    b"data: x\r\n\r\n",
+)
+"""Blocks that end or change a stream, or are not as vLLM writes them."""
+
+
+class Pieces:
+    """A response that is read to its end, or to where its connection breaks; ``piped``: what may pass by a sink is."""
+
+    status = 200
+    headers: Headers = ()
+
+    def __init__(self, pieces: Sequence[bytes], *, breaks: bool = False, piped: bool = False) -> None:
+        self._pieces = list(pieces)
+        self._breaks = breaks
+        self._piped = piped
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._pieces:
+            return self._pieces.pop(0)
+        if self._breaks:
+            raise NodeFault(Fault.RESET, "broken")
+        raise StopAsyncIteration
+
+    async def pipe_to(self, sink: Sink) -> None:
+        """See the port. The last piece is left to be read."""
+        while self._piped and len(self._pieces) > 1 and sink(self._pieces.pop(0)):
+            pass
+
+    async def aclose(self) -> None:
+        """Nothing is held."""
+
+
+class Leg:
+    """One leg, and what came of it."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        pieces: Sequence[bytes],
+        *,
+        breaks: bool = False,
+        journal: Journal | None = None,
+        usage_filter: UsageEventFilter | None = None,
+        cached_tokens: int | None = None,
+        piped: bool = False,
+    ) -> None:
+        self.journal = journal
+        self.transcript = Transcript(endpoint, Shape(1, stream=True), cached_tokens)
+        response = Pieces(pieces, breaks=breaks, piped=piped)
+        self.reader = LegReader(response, self.transcript, 8, usage_filter, journal)
+        self.seen = b""
+        self.fault: Fault | None = None
+
+    async def read(self) -> "Leg":
+        """To the end; raises what the reader raises."""
+        self._take(await self.reader.read_first())
+        while not self.reader.ended:
+            await self.reader.pipe_to(self._take, lambda _: True)
+            self._take(await self.reader.read_next())
+        return self
+
+    async def read_all(self) -> "Leg":
+        """To the end, or to a fault."""
+        try:
+            await self.read()
+        except NodeFault as fault:
+            self.fault = fault.fault
+        self.seen += self.reader.flush()
+        return self
+
+    @property
+    def outcome(self) -> tuple[object, ...]:
+        """All that may not depend on how its bytes were cut."""
+        kept = None if self.journal is None else (self.journal.records(), self.journal.reason)
+        seen = self.transcript
+        state = (*seen.checkpoint(), seen.finish_reasons, seen.finished, seen.cached_tokens)
+        return self.seen, self.fault, kept, state, self.reader.usage, self.reader.has_data_event, self.reader.has_begun
+
+    def _take(self, seen: bytes) -> bool:
+        self.seen += seen
+        return True
+
+
+def run(leg: Coroutine[None, None, Leg]) -> Leg:
+    """Nothing in it waits for anything but its pieces."""
+    with pytest.raises(StopIteration) as ended:
+        leg.send(None)
+    found: Leg = ended.value.value
+    return found
+
+
+def unlike(chunks: Sequence[bytes]) -> list[bytes]:
+    """The same bytes in pieces of which none is a whole event: all of them go the general way."""
+    return [half for chunk in chunks for half in (chunk[: len(chunk) // 2], chunk[len(chunk) // 2 :]) if half]
+
+
+def together(chunks: Sequence[bytes], counts: Sequence[int]) -> list[bytes]:
+    """The same where several chunks come in one read, as they do when the proxy is busy."""
+    rest, bursts = list(chunks), []
+    for count in itertools.cycle([*counts, 1]):
+        if not rest:
+            break
+        bursts.append(b"".join(rest[: count % 4 + 1]))
+        del rest[: count % 4 + 1]
+    return bursts
+
+
+@st.composite
+def ways(draw: st.DrawFn) -> Callable[[Sequence[bytes], Endpoint], Leg]:
+    """Reads a stream with or without a journal, a usage event that only we asked for, and tokens cached elsewhere."""
+    with_journal, ours, cached = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([None, 3]))
+
+    def read(pieces: Sequence[bytes], endpoint: Endpoint) -> Leg:
+        ours_alone = UsageEventFilter() if ours and endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) else None
+        journal = Journal() if with_journal else None
+        kept = Leg(endpoint, pieces, journal=journal, usage_filter=ours_alone, cached_tokens=cached, piped=True)
+        return run(kept.read_all())
+
+    return read
+
+
+@given(written=st.sampled_from(STREAMS), places=st.lists(st.integers(0, 1 << 20), max_size=30), read=ways())
+def test_the_cuts_of_a_stream_do_not_matter(
+    written: Written, places: list[int], read: Callable[[Sequence[bytes], Endpoint], Leg]
+) -> None:
+    for each in (written, written.without_journal()):
+        general = read(unlike(each.chunks), each.endpoint).outcome
+        assert read(each.chunks, each.endpoint).outcome == general
+        assert read(cut(b"".join(each.chunks), places), each.endpoint).outcome == general
+        assert read(together(each.chunks, places), each.endpoint).outcome == general
+
+
+def with_usage(event: bytes) -> bytes:
+    """An event that differs from others in its beginning alone, and not in its length."""
+    return _OBJECT.sub(lambda found: b'"usage":{"prompt_tokens":7}'.ljust(len(found.group())), event)
+
+
+@given(
+    written=st.sampled_from(STREAMS),
+    odd=st.lists(st.tuples(st.integers(0, 1 << 20), st.sampled_from(ODD)), min_size=1, max_size=3),
+    read=ways(),
+)
+def test_whatever_comes_in_a_stream_is_seen_on_each_way(
+    written: Written, odd: list[tuple[int, bytes]], read: Callable[[Sequence[bytes], Endpoint], Leg]
+) -> None:
+    for each in (written, written.without_journal()):
+        chunks = list(each.chunks)
+        for place, block in odd:
+            at = place % len(chunks)
+            chunks[at : at + 1] = [chunks[at], block, with_usage(chunks[at])]
+        assert read(chunks, each.endpoint).outcome == read(unlike(chunks), each.endpoint).outcome
+
+
+@pytest.mark.parametrize("written", STREAMS, ids=lambda written: written.name)
+def test_a_client_sees_all_events_and_the_journal_all_records(written: Written) -> None:
+    leg = run(Leg(written.endpoint, written.chunks, journal=Journal(), piped=True).read())
+    assert (leg.seen, leg.journal and leg.journal.records()) == (written.events, written.records)
+    plain = written.without_journal()
+    leg = run(Leg(plain.endpoint, plain.chunks, piped=True).read())
+    assert (leg.seen, leg.transcript.ended) == (plain.events, True)
+
+
+@pytest.mark.parametrize("name", ["completion", "chat", "messages, reasoning"])
+@pytest.mark.parametrize("with_journal", [True, False])
+def test_hardly_an_event_of_a_stream_of_text_is_looked_at(name: str, with_journal: bool) -> None:
+    (written,) = (each for each in recorded_streams() if each.name == name)
+    written = written if with_journal else written.without_journal()
+    leg = Leg(written.endpoint, written.chunks, journal=Journal() if with_journal else None, piped=True)
+    looked_at = 0
+
+    def on_call(frame: FrameType, event: str, _: object) -> None:
+        nonlocal looked_at
+        looked_at += event == "call" and frame.f_code in (Framer.feed.__code__, Transcript.passes.__code__)
+
+    before = sys.getprofile()
+    sys.setprofile(on_call)
+    try:
+        run(leg.read())
+    finally:
+        sys.setprofile(before)
+    assert looked_at < len(written.chunks) / 4
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@given(data=st.data())
+def test_where_it_breaks_the_client_has_what_the_journal_tells(endpoint: Endpoint, data: st.DataObject) -> None:
+    pieces = fake_stream(endpoint).chunks
+    raw = b"".join(pieces)
+    place = data.draw(st.integers(len(pieces[0]), len(raw) - 1))
+    leg = run(Leg(endpoint, [raw[:place]], breaks=True, journal=Journal()).read_all())
+    assert leg.fault is Fault.RESET
+    whole = [split(piece) for number, piece in enumerate(pieces) if len(b"".join(pieces[: number + 1])) <= place]
+    assert leg.seen == b"".join(events for events, _ in whole)
+    assert leg.journal is not None
+    assert leg.journal.records() == b",".join(record for _, record in whole)
+
+
+@pytest.mark.parametrize(
+    ("bad", "fault"),
+    [
+        (b'data: {"error":{"message":"no"}}\n\n', Fault.ERROR_EVENT),
+        (b'data: {"error":{"code":400}}\n\n', Fault.CLIENT_ERROR),
+        (b"data: nonsense\n\n", Fault.INVALID_BODY),
+        (b'data: {"error":{"code":400}}\n\ndata: nonsense\n\n', Fault.CLIENT_ERROR),
+    ],
+)
+async def test_events_committed_together_with_an_error_count_for_nothing(bad: bytes, fault: Fault) -> None:
+    first, *_ = fake_stream(Endpoint.COMPLETIONS).chunks
+    pieces = [first, FINISHED + bad + b": pdproxy [2,[]]\n\n" + first]
+    leg = Leg(Endpoint.COMPLETIONS, pieces, journal=Journal())
+    with pytest.raises(NodeFault) as raised:
+        await leg.read()
+    assert raised.value.fault is fault
+    assert leg.journal is not None
+    assert (leg.seen, leg.journal.records()) == split(first)
+    assert not leg.transcript.finished, "the client did not see that it finished"
+
+
+async def test_a_record_without_events_shows_that_the_node_generates() -> None:
+    leg = Leg(Endpoint.CHAT, [b": pdproxy [0,[[[0,[7]]]]]\n\n", FINISHED], journal=Journal())
+    assert await leg.reader.read_first() == b""
+    assert (leg.reader.has_begun, leg.reader.has_data_event) == (True, False)
+
+
+async def test_an_end_without_its_record_is_no_end() -> None:
+    """It is sent again by the node that resumes the stream."""
+    first, *_ = fake_stream(Endpoint.COMPLETIONS).chunks
+    leg = Leg(Endpoint.COMPLETIONS, [first, FINISHED + b"data: [DONE]\n\n"], journal=Journal())
+    with pytest.raises(NodeFault, match="reset"):
+        await leg.read()
+    assert (leg.seen, leg.transcript.ended) == (split(first)[0], False)
+
+
+async def test_a_keep_alive_waits_for_no_record_and_events_do() -> None:
+    first, *_ = fake_stream(Endpoint.COMPLETIONS).chunks
+    events, record = split(first)
+    leg = Leg(Endpoint.COMPLETIONS, [KEEP_ALIVE + events, b": pdproxy " + record + b"\n\n"], journal=Journal())
+    assert await leg.reader.read_next() == KEEP_ALIVE
+    assert await leg.reader.read_next() == events
+
+
+async def test_what_waits_for_a_record_is_bounded() -> None:
+    block = b"data: " + b"x" * (EVENT_BYTES // 2) + b"\n\n"
+    leg = Leg(Endpoint.COMPLETIONS, [block, block], journal=Journal())
+    assert await leg.reader.read_next() == b""
+    with pytest.raises(NodeFault) as raised:
+        await leg.reader.read_next()
+    assert raised.value.fault is Fault.INVALID_BODY
