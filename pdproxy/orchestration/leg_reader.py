@@ -150,7 +150,7 @@ class LegReader:
         elif end and piece.find(b"\n\n", end) == len(piece) - 2:
             journal.append_right(piece[end - _COUNT : -2])
             return piece[: end - _RECORD]
-        return self._take_several(like, piece) if end else self._take_one(piece)
+        return self._take_several(like, piece, end) if end else self._take_one(piece)
 
     def _take_one(self, piece: bytes) -> bytes:
         """What the client sees of a piece that may be one event and its record."""
@@ -162,25 +162,27 @@ class LegReader:
         self._journal.append_right(found[1])
         return found[0]
 
-    def _take_several(self, like: Likeness, piece: bytes) -> bytes:
-        """What the client sees of a piece that may begin with events like the last one."""
+    def _take_several(self, like: Likeness, piece: bytes, end: int) -> bytes:
+        """What the client sees of a piece that begins with an event like the last one, which ends at ``end``."""
         seen, at = [], 0
-        while end := like.end_in(piece, at):
+        while end:
             if self._journal is None:
                 seen.append(piece[at:end])
                 at = end
-                continue
-            stop = piece.find(b"\n\n", end)
-            if stop < 0:  # the rest of the record is still to come
-                break
-            self._journal.append_right(piece[end - _COUNT : stop])
-            seen.append(piece[at : end - _RECORD])
-            at = stop + 2
+            else:
+                stop = piece.find(b"\n\n", end)
+                if stop < 0:  # the rest of the record is still to come
+                    break
+                self._journal.append_right(piece[end - _COUNT : stop])
+                seen.append(piece[at : end - _RECORD])
+                at = stop + 2
+            end = like.end_in(piece, at) if at < len(piece) else 0
         if at < len(piece):
             seen.append(self._take_any(piece[at:]))
         return b"".join(seen)
 
     def _take_any(self, piece: bytes) -> bytes:
+        """What the client sees of any piece."""
         seen = b"".join(map(self._take_block, self._framer.feed(piece)))
         whole = not self._framer.rest and not self._held
         self._at_boundary = whole and self.has_data_event and self._pending_error is None and not self._is_holding()
