@@ -61,6 +61,10 @@ class Layers:
         """Groups of mamba layers: each takes the same few blocks for a request of any length."""
         return math.ceil(self.mamba / self.in_group)
 
+    def state_blocks(self, speculative_tokens: int = 0) -> int:
+        """Blocks of one request that hold states, with prefix caching: the running one and the last that was kept."""
+        return self.mamba_groups * (2 + speculative_tokens + self.checkpoints)
+
 
 def layers(config: Config) -> Layers:
     """The layers of a model, by its `config.json`. Raises UnknownModelError."""
@@ -296,7 +300,7 @@ def fit(loaded: Model, gib: float, flags: Flags) -> Fit:
         reserved=reserve(config, flags).total,
         block_size=block,
         block_bytes=kept.in_group * block * model.token_bytes(flags.tp),
-        state_blocks=kept.mamba_groups * (2 + flags.speculative_tokens + kept.checkpoints),
+        state_blocks=kept.state_blocks(flags.speculative_tokens),
         attention_groups=kept.attention_groups,
     )
 

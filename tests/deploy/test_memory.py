@@ -84,6 +84,20 @@ def test_a_start_on_a_gpu_is_as_computed() -> None:
     assert used < (found.reserved + found.weights) / GIB < used + 2, "an upper estimate"
 
 
+STARTED = {
+    # Tiny models of two mamba layers and one of attention on an H100, vLLM 0.33.0: 1,024 blocks, requests of 4,096
+    # tokens.
+    "Granite-4, Mamba-2": (Layers(1, 2, 1), 144, "29.26"),
+    "Jamba, Mamba-1": (Layers(1, 2), 48, "11.38"),
+}
+
+
+@pytest.mark.parametrize(("kept", "block", "said"), STARTED.values(), ids=STARTED)
+def test_a_request_takes_as_many_blocks_as_on_a_gpu(kept: Layers, block: int, said: str) -> None:
+    found = Fit(Flags(max_model_len=4096), 1024, 0, 0, block, 1, kept.state_blocks(), kept.attention_groups)
+    assert (found.blocks, f"{found.at_once:.2f}") == (1024, said)
+
+
 def test_block_sizes_are_those_of_published_logs() -> None:
     """Qwen3.8-27B, of Qwen3.6-27B's layers, with an FP8 cache (noonghunna/club-3090#1047); granite-4.0-h-small."""
     assert fit(load("Qwen/Qwen3.6-27B"), 80, Flags(dtypes=FP8_CACHE)).block_size == 1568
