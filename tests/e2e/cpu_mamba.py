@@ -14,7 +14,7 @@ processors of images and videos when it starts with `--language-model-only`, too
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from types import ModuleType
@@ -167,16 +167,11 @@ def without_torchvision() -> None:
 
 
 def without_media() -> None:
-    """Have a node that takes text alone not ask how many tokens an image may have."""
+    """Have a node that takes text alone not ask how many tokens an image may have; a decode node does so in any case,
+    for vLLM has every KV consumer take embeddings of images."""
     from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
 
-    stock = Qwen2VLProcessingInfo.get_mm_max_tokens_per_item
-
-    def most(info: Any, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        found: Mapping[str, int] = stock(info, seq_len, mm_counts) if mm_counts else {}
-        return found
-
-    Qwen2VLProcessingInfo.get_mm_max_tokens_per_item = most
+    Qwen2VLProcessingInfo.get_mm_max_tokens_per_item = lambda *_, **__: {}
 
 
 def register() -> None:

@@ -69,11 +69,12 @@ class Said:
 
 
 def ask(url: str, prompt: str | Sequence[int], params: Params | None = None, most: int = ANSWER) -> Said:
-    """A greedy completion. Raises httpx.HTTPError."""
+    """A greedy completion. Raises httpx.HTTPError, and AssertionError with what a node refused."""
     body: dict[str, Any] = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": most, "temperature": 0}
     body |= {"logprobs": 1, "return_token_ids": True} | ({} if params is None else {"kv_transfer_params": params})
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
-    got = answer.raise_for_status().json()
+    assert answer.is_success, answer.text
+    got = answer.json()
     choice, details = got["choices"][0], got["usage"].get("prompt_tokens_details") or {}
     return Said(
         choice["prompt_token_ids"],
@@ -205,8 +206,10 @@ def test_one_engine_and_a_pair_say_what_transformers_says(scene: Scene) -> None:
     alone = [ask(scene.give.url, scene.prompt(tokens)) for tokens in LENGTHS]
     scene.require_right(*alone)
     scene.require_right(*handed)
-    again = [ask(scene.give.url, prompt) for prompt in prompts]
-    assert [said.tokens for said in handed] == [said.tokens for said in again]
+    same = [ask(scene.give.url, prompt) for prompt in prompts]
+    scene.require_right(*same)
+    if scene.family.dtype == "float32":  # two tokens may be as likely but for the rounding of bfloat16
+        assert [said.tokens for said in handed] == [said.tokens for said in same]
     ended.reaches(len(LENGTHS))
     assert good.grown() == len(LENGTHS)
     assert all(said.cached == 0 for said in alone)
