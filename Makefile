@@ -9,7 +9,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo images test lint unit tooling unit-connector unit-proxy soak e2e test-long test-python test-upstream test-differential fuzz bench bench-engines bench-plan generate lock clean
+.PHONY: help env demo images test lint unit tooling unit-connector unit-proxy soak e2e test-long test-python test-upstream test-differential fuzz bench bench-engines bench-plan record generate lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -101,6 +101,13 @@ bench-engines: env ## real engines asked by guidellm: alone, behind pdproxy, beh
 bench-plan: env ## what the policies make of traces, simulated; LARGE=1: 64 + 64 nodes; RIVALS=1: beside other routers
 	$(RUN) -m deploy.bench.plan $(if $(TRACES)$(ONLY),,--docs docs) $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large) \
 		$(if $(TRACES),--traces $(TRACES)) $(if $(ONLY),--only $(ONLY))
+
+# The results name tests by version of vLLM; tables are made of them. An hour for each version.
+record: env ## run the tests behind docs/tested.md on each tested vLLM, and note in docs/tested.json what passes
+	$(RUN) -m pytest -p tests.recorded --record -m e2e tests/e2e/test_families.py
+	$(RUN) -m pytest -p tests.recorded --record --features -m e2e tests/e2e
+	for v in 0.33.0; do PYTHONPATH=$$($(RUN) -m tests.vllm_compat.overlay $$v) $(RUN) -m pytest -p tests.recorded --record --features -m e2e tests/e2e; done
+	@$(MAKE) --no-print-directory generate
 
 generate: env ## write what is made of something else: the settings' page and schema, the dashboard, the chart's copies
 	$(RUN) -m deploy.generate

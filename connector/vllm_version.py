@@ -20,7 +20,8 @@ from connector.config import ALLOW_UNTESTED_VLLM, ConfigError, allows_untested_v
 log = logging.getLogger("vllm.pdproxy.vllm_version")
 
 TESTED = ("0.32.0", "0.33.0")
-"""0.32.0 is run by the tests. 0.33.0 needs a GPU: a test compares what this connector uses of the two."""
+"""The tests run on 0.32.0; a test compares what this connector uses of the two. 0.33.0 has no build for CPUs: those in
+`docs/tested.md` run with its Python files on 0.32.0's libraries."""
 
 _RELEASE = re.compile(r"(\d+(?:\.\d+)*)")
 

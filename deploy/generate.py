@@ -1,7 +1,8 @@
 """Write what is made of something else (`make generate`), with the chart's copies: Helm reads its own folder alone.
 
-Of the settings' models a page and a JSON schema, of the list of models what starts on which GPU, of `deploy.dashboard`
-the dashboard, of the alert rules those of the chart, which speak of its own release alone.
+Of the settings' models a page and a JSON schema, of the list of models what starts on which GPU, of the tests that
+passed the tables of what was run, of `deploy.dashboard` the dashboard, of the alert rules those of the chart, which
+speak of its own release alone.
 """
 
 import json
@@ -14,6 +15,7 @@ from deploy.local.paths import ROOT
 from deploy.memory import known
 from deploy.memory_page import page
 from deploy.promql import with_matchers
+from deploy.tested import pages, read
 from pdproxy.settings.reference import printed, printed_schema, reference, schema
 
 PAGE = ROOT / "docs" / "settings.md"
@@ -58,6 +60,7 @@ def generated() -> dict[Path, str]:
         BOARD: board,
         CHART_FILES / "dashboard.json": board,
         CHART_FILES / "alerts.yaml": rules_of_one_release(ALERTS.read_text(encoding="utf-8")),
+        **pages(read()),
     }
 
 
