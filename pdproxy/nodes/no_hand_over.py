@@ -21,9 +21,13 @@ HANDED_OVER = frozenset({"verified", "not_needed", "own_engine"})
 _BY_ADDRESS = frozenset({"", "peer_unreachable"})
 """Causes that an address has which is right on the prefill node's own host alone."""
 
+_DATA_PATH = (
+    "let UCX connect the two hosts on any port, or name network and transports with UCX_NET_DEVICES and UCX_TLS on both"
+)
 _UNREACHABLE: Mapping[str, str] = MappingProxyType(
     {
         "ticket key": "",
+        "NIXL_ERR": f"its side channel answers, and UCX finds no way: {_DATA_PATH}",
         "another engine": "another node has that address: give each host its own NODE_ADDRESS, and each node of a host"
         " its own VLLM_NIXL_SIDE_CHANNEL_PORT",
         "no side channel": "another program listens there: give {p} another VLLM_NIXL_SIDE_CHANNEL_PORT",
@@ -33,9 +37,6 @@ _UNREACHABLE: Mapping[str, str] = MappingProxyType(
     }
 )
 """What to do where a node cannot be reached, by a word of what the other one says; the first that fits."""
-_DATA_PATH = (
-    "let UCX connect the two hosts on any port, or name network and transports with UCX_NET_DEVICES and UCX_TLS on both"
-)
 _SENTENCES: Mapping[str, str] = MappingProxyType(
     {
         "": "{d} computed the prompt itself though it had a ticket of {p}, to be read at {at}; its log says why",

@@ -22,6 +22,7 @@ def pair(prefill: str = "http://10.0.0.1:8100", decode: str = "http://10.0.0.2:8
         ("peer_unreachable", "another engine answers there (another_engine): …", "give each host its own NODE_ADDRESS"),
         ("peer_unreachable", "it refused (unsigned): give both nodes the same ticket keys", "the same ticket keys"),
         ("peer_unreachable", "what answers there is no side channel (greeting)", "another program listens there"),
+        ("peer_unreachable", "NIXL_ERR_BACKEND", "its side channel answers, and UCX finds no way: let UCX connect"),
         ("no_progress", "", "no bytes come to its reads: let UCX connect the two hosts on any port"),
         ("transfer_failed", "", "its reads fail: let UCX connect"),
         ("unverified", "", "does not tell decode-0 in time whether it still held what was read"),
