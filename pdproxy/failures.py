@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from pdproxy.errors import Fault
 from pdproxy.observe.labels import Leg
-from pdproxy.request import NotContinuableReason
+from pdproxy.reasons import NotContinuableReason
 from pdproxy.settings.types import OnPrefillFailure
 
 

@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
+from pdproxy.reasons import LocalReason, NotContinuableReason
+
 Json: TypeAlias = Mapping[str, object]
 """A JSON object. Its values may be raw JSON: `raw_json.value_of` decodes one that is to be looked at."""
 _READ = msgspec.json.Decoder().decode
@@ -176,48 +178,6 @@ class ClientRequest(msgspec.Struct, frozen=True):
     def body(self) -> Json:
         """It must not be dropped yet."""
         return self.held.content
-
-
-class LocalReason(enum.StrEnum):
-    """Why a request is computed on one node alone: every value of ``pdproxy_local_total{reason}``."""
-
-    PROMPT_LOGPROBS = "prompt_logprobs"
-    ECHO_LOGPROBS = "echo_logprobs"
-    BEAM_SEARCH = "beam_search"
-    NO_TOKENS = "no_tokens"
-    CHOICES = "choices"
-    """More answers are asked for than a hand-over may have readers."""
-    OPEN_TRUNCATION = "open_truncation"
-    SERVER_TOOLS = "server_tools"
-    STORED_PROMPT = "stored_prompt"
-    NO_PROMPT = "no_prompt"
-    ONE_TOKEN = "one_token"
-    SHORT_PROMPT = "short_prompt"
-    """The prompt is shorter than ``policy.local_below_tokens``."""
-    CACHED = "cached"
-    """The decode node has most of the prompt cached, and computes the rest sooner than a prefill node could."""
-    NO_PREFILL = "no_prefill"
-    """No prefill node takes requests now."""
-    NO_DECODE = "no_decode"
-    """No decode node is left, and a prefill node serves the request (``policy.on_no_decode``)."""
-    NO_PAIR = "no_pair"
-    """No prefill and decode node are of one cohort."""
-    BARRED_PAIR = "barred_pair"
-    """All pairs of one cohort are barred: they failed the known-answer test, or their tickets were of no use."""
-    PREFILL_FAILED = "prefill_failed"
-    """The failure table chose to compute on the decode node."""
-
-
-class NotContinuableReason(enum.StrEnum):
-    """Why a broken stream cannot be continued on another node; `failures.NOT_RESUMABLE` explains each."""
-
-    NO_JOURNAL = "no_journal"
-    PROMPT_LOGPROBS = "prompt_logprobs"
-    BEAM_SEARCH = "beam_search"
-    SERVER_TOOLS = "server_tools"
-    RESPONSE_LOGPROBS = "response_logprobs"
-    JOURNAL_SIZE = "journal_size"
-    JOURNAL_BROKEN = "journal_broken"
 
 
 class StreamRoute(enum.StrEnum):

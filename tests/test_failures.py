@@ -21,7 +21,7 @@ from pdproxy.failures import (
     final_step,
 )
 from pdproxy.observe.labels import Leg
-from pdproxy.request import NotContinuableReason
+from pdproxy.reasons import NotContinuableReason
 from pdproxy.settings.types import OnPrefillFailure
 
 FINAL_STEPS = {Step.ANSWER, Step.FAIL, Step.ERROR_EVENT, Step.LEASE_END, Step.AT_ENDPOINT}

@@ -8,7 +8,8 @@ import msgspec
 from pdproxy.legs.lax_fields import read_fields
 from pdproxy.legs.outline import PromptFacts, facts_of
 from pdproxy.raw_json import LIST, MOST_ITEMS, OBJECT, first_byte, first_items, value_of
-from pdproxy.request import Endpoint, Json, LocalReason, NotContinuableReason, Shape
+from pdproxy.reasons import LocalReason, NotContinuableReason
+from pdproxy.request import Endpoint, Json, Shape
 
 MOST_READERS = 1024
 """How many reads of one hand-over a prefill node's connector grants."""

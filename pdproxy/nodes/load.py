@@ -277,7 +277,7 @@ class Load:
     def took(self, work: Work, place: PlaceLoad, tokens: int, seconds: float) -> None:
         """A work of so many tokens took a place so many seconds."""
         line, samples = self._lines[work], self._samples[work]
-        seconds = min(seconds, MOST_TIMES * self.pace_at(work, place).seconds(tokens))
+        seconds = min(seconds, MOST_TIMES * line.pace.seconds(tokens) * _FACTOR[work](place))
         line.add(tokens, seconds)
         expected = line.pace.seconds(tokens)
         self._count_recent(place, tokens)

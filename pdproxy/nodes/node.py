@@ -183,6 +183,7 @@ class Node:
 
 _LIGHTEST = operator.attrgetter("queued", "legs", "rank")
 _FEWEST_LEGS = operator.attrgetter("legs", "rank")
+_TOKENS, _SEQUENCES = operator.attrgetter("tokens"), operator.attrgetter("sequences")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -225,6 +226,7 @@ class NodeView:
         self.node, self.share, self.name = node, share, node.name
         ranks = len(self.places)
         self.places = [*self.places[: node.ranks], *map(PlaceLoad, range(ranks, node.ranks))]
+        self.lightest = self.places[0]
         self.room = node.weight * share
         for place in self.places:
             self.changed(place)
@@ -232,9 +234,10 @@ class NodeView:
     def changed(self, place: PlaceLoad) -> None:
         """The legs of a place are others than before. Every plan compares what is worked out here."""
         self.load = (self.active + 1) / self.room
-        capacity, places = self.node.capacity, self.places
-        place.crowd = place.legs if capacity is None else capacity.crowd(place, self.node.ranks)
-        self.lightest = places[0] if len(places) == 1 else min(places, key=_LIGHTEST)
+        capacity = self.node.capacity
+        place.crowd = capacity.crowd(place, self.node.ranks) if capacity is not None and place.sequences else place.legs
+        if len(self.places) > 1:
+            self.lightest = min(self.places, key=_LIGHTEST)
 
     def place(self, rank: int | None) -> PlaceLoad:
         """The place of a rank. Where none is named, vLLM chooses: the one with the fewest legs, as far as is known."""
@@ -245,7 +248,7 @@ class NodeView:
     @property
     def footprint(self) -> Footprint:
         """What decode legs take of all its caches."""
-        return Footprint(sum(place.tokens for place in self.places), sum(place.sequences for place in self.places))
+        return Footprint(sum(map(_TOKENS, self.places)), sum(map(_SEQUENCES, self.places)))
 
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""

@@ -97,6 +97,11 @@ class Pool:
         self._let_time_pass()
         return entry.view
 
+    def node(self, name: str) -> Node | None:
+        """One node, in whatever state; None where it has left."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.view.node
+
     def acquire(self, name: str, load: LegLoad = NO_LOAD) -> Slot:
         """Count a leg on the node, and what it adds there, until its slot is released."""
         entry = self._entry(name)

@@ -217,7 +217,8 @@ class Slot:
         entry = self._entry
         if entry is None:
             return
-        self.on_node_down(None)
+        if self._alarm is not None:
+            self.on_node_down(None)
         self._entry = None
         place, load = self._place, self._load
         place.legs -= 1

@@ -250,23 +250,6 @@ class IdsOutcome(enum.StrEnum):
     """Too many were being asked for, or the node cannot render prompts."""
 
 
-class RouteReason(enum.StrEnum):
-    """Why a plan by what is cached chose the place that is to compute the prompt."""
-
-    CACHED = "cached"
-    """Nowhere else is more of the prompt cached that could be used."""
-    BRANCH = "branch"
-    """Its attention cache has the most, but no state to resume from: it will keep one from this prompt on."""
-    LOAD = "load"
-    """Elsewhere more is cached, but it would take longer, or that place cannot take the request."""
-    SESSION = "session"
-    """Nothing is known of caches; the place is that of the request's session."""
-    NOTHING_CACHED = "nothing_cached"
-    """Nothing that could be used is cached anywhere, or nothing is known: the least loaded place."""
-    RESUMES = "resumes"
-    """The decode node can resume by itself, and that takes less time than a hand-over."""
-
-
 class Prediction(enum.StrEnum):
     """What a node had cached of a prompt that it computed, against the plan."""
 

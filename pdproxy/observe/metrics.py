@@ -22,7 +22,6 @@ from pdproxy.observe.labels import (
     Prediction,
     Proof,
     Rejection,
-    RouteReason,
     SilenceOutcome,
     SpanOutcome,
     Task,
@@ -37,6 +36,7 @@ from pdproxy.observe.request_metrics import (
     ServedModels,
     ServerMetrics,
 )
+from pdproxy.reasons import RouteReason
 from pdproxy.request import Endpoint
 from pdproxy.usage import Usage
 

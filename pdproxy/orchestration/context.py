@@ -18,7 +18,8 @@ from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
 from pdproxy.planning.cache_aware import CacheAware
 from pdproxy.planning.plan import PlanPolicy, RoutingPolicy
 from pdproxy.planning.shares import LimitsByKey
-from pdproxy.request import LocalReason, Shape
+from pdproxy.reasons import LocalReason
+from pdproxy.request import Shape
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 from pdproxy.transport.port import Timeouts, Transport
 

@@ -10,7 +10,8 @@ Two moves are possible, in this order of preference:
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Move
 from pdproxy.orchestration.node_picker import NodePicker
-from pdproxy.request import LegForm, NotContinuableReason, StreamRoute, SubRequest
+from pdproxy.reasons import NotContinuableReason
+from pdproxy.request import LegForm, StreamRoute, SubRequest
 from pdproxy.stream.journal import Journal
 from pdproxy.stream.transcript import Transcript
 

@@ -12,11 +12,10 @@ from pdproxy.legs.node_headers import for_client
 from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.observe.labels import Leg, Outcome
-from pdproxy.orchestration.admission import Admission
 from pdproxy.orchestration.client_errors import cancelled_outcome, final_error, status_outcome, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
 from pdproxy.orchestration.failed_legs import FailedLegs
-from pdproxy.orchestration.request_queue import Asked
+from pdproxy.orchestration.request_queue import Admission
 from pdproxy.orchestration.request_record import FailureRecord
 from pdproxy.planning.plan import choose
 from pdproxy.planning.plan_types import NoNode, PlanInput, UnknownModel
@@ -72,7 +71,7 @@ async def forward(
         ended: called with the status when a response that was returned has gone to the client, or cannot go on.
     """
     async with contextlib.AsyncExitStack() as held:
-        admission = Admission(context.queue, Asked(request.api_key, 0, 1, request.deadline))
+        admission = Admission(context.queue, request.api_key, 0, 1, request.deadline)
         held.callback(admission.end)
         await admission.begin(lambda _: True, lambda: ANY_ROOM)
         response = await _forward(context, request, failure, held, ended)

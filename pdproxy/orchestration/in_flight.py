@@ -8,8 +8,9 @@ from typing import NamedTuple
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.node import Role
-from pdproxy.observe.labels import Leg, Outcome, Prediction, RouteReason
+from pdproxy.observe.labels import Leg, Outcome, Prediction
 from pdproxy.orchestration.request_record import AnswerRecord, FailureRecord, RequestRecord, Route
+from pdproxy.reasons import RouteReason
 from pdproxy.usage import Usage
 
 MAX_SHOWN = 65536

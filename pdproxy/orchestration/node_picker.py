@@ -8,14 +8,13 @@ from pdproxy.nodes.load import Work
 from pdproxy.nodes.node import NO_FOOTPRINT, RANK_HEADER, Footprint, Node, Role
 from pdproxy.nodes.pool_entry import LegLoad, Slot
 from pdproxy.observe.labels import Affinity, Leg, Move, Phase
-from pdproxy.orchestration.admission import Admission
 from pdproxy.orchestration.client_errors import unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.failed_legs import FailedLegs
 from pdproxy.orchestration.hand_over import HandOver
 from pdproxy.orchestration.in_flight import predicted
 from pdproxy.orchestration.prefix_source import RealHit
-from pdproxy.orchestration.request_queue import Asked
+from pdproxy.orchestration.request_queue import Admission
 from pdproxy.orchestration.request_record import PromptRecord
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
@@ -52,16 +51,19 @@ class NodePicker:
         self._sub_request = sub_request
         self._record = record
         self._failed = failed
-        shape, model = sub_request.shape, sub_request.request.model
+        shape, request = sub_request.shape, sub_request.request
         self._why_local = self.local = context.config.why_local(shape)
         self._resuming = False
         self._cohort: str | None = None
         """Of the node where a stream that has moved began."""
         self.no_route = _NO_NAMES
         self.prompt_tokens = tokens = shape.prompt_tokens
-        answer = context.in_flight.output_lengths.expected(model, shape.longest)
+        answer = context.in_flight.output_lengths.expected(request.model, shape.longest)
         self._footprint = Footprint(shape.choices * (tokens + answer), shape.choices)
-        self.admission = Admission(context.queue, Asked.of(sub_request, tokens, shape.choices * answer))
+        cost, later = tokens + shape.choices * answer, sub_request.index > 0
+        self.admission = Admission(
+            context.queue, request.api_key, request.priority, cost, request.deadline, later=later, prompt=tokens
+        )
         self._prefix: PromptHits | None = None
         """What places have cached of the prompt; None where nothing is known."""
         self._looked_up = self._counted = False
@@ -81,19 +83,24 @@ class NodePicker:
         ``acquire`` takes the slots of its nodes, from the plan on, so that the plans that follow see the load.
         """
 
-        def begin(standing: Standing) -> Plan | None:
+        chosen: Plan | None = None
+
+        def begin(standing: Standing) -> bool:
+            nonlocal chosen
             chosen = self.plan_with_room(standing)
-            if chosen is not None:
-                if self._record.phase is not Phase.PLAN:  # it had to wait
-                    self._record.enter(Phase.PLAN)
-                acquire(chosen)
-            return chosen
+            if chosen is None:
+                return False
+            if self._record.phase is not Phase.PLAN:  # it had to wait
+                self._record.enter(Phase.PLAN)
+            acquire(chosen)
+            return True
 
         if not self.admission.runs:
-            return await self.admission.begin(begin, self._wait)
-        self._record.enter(Phase.PLAN)
-        chosen = self.plan()
-        acquire(chosen)
+            await self.admission.begin(begin, self._wait)
+        if chosen is None:
+            self._record.enter(Phase.PLAN)
+            chosen = self.plan()
+            acquire(chosen)
         return chosen
 
     def _wait(self) -> str:

@@ -16,7 +16,6 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from pdproxy.clock import Clock
 from pdproxy.errors import ClientError, PdproxyError
@@ -24,9 +23,8 @@ from pdproxy.nodes.node import NodeView
 from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import deadline_error, rejected_error
-from pdproxy.planning.queue import DepartureRate, FairQueue, Waiting
+from pdproxy.planning.queue import DepartureRate, FairQueue, Queued
 from pdproxy.planning.shares import KeyShares, LimitsByKey, Standing
-from pdproxy.request import SubRequest
 
 UNKNOWN_WAIT, LONGEST_WAIT = 5, 60
 """Seconds of Retry-After: while nothing has left the queue yet, and at most."""
@@ -60,44 +58,65 @@ class QueueLimits:
     reserve: float = 0.125
 
 
-class Asked(NamedTuple):
-    """What the queue has to know of a prompt.
+class Admission(Queued):
+    """One prompt on its way through the queue: it waits, runs and ends. To be ended on every exit.
 
     Attributes:
-        key: the name of its API key.
-        priority: smaller goes first.
-        cost: in tokens, of its key's share.
-        deadline: monotonic seconds by which its whole request must have ended.
-        later: it is not the first prompt of its request. The request has begun, so it is not refused any more: it waits
-            until the request's deadline, however many wait.
-        prompt: about how many tokens a node has to compute for it.
+        runs: it counts among those that run.
+        queued: it waits.
+        waited: it has waited, and so is charged for what it really costs.
+        lane: the model in whose queue it waits.
+        start: begins it, while it waits.
+        turn: set once it runs, or ``error`` says why it will not.
+        since: monotonic seconds when it began to wait.
+        began_with: its cost, as it counts while it runs.
     """
 
-    key: str
-    priority: int
-    cost: float
-    deadline: float
-    later: bool = False
-    prompt: int = 0
+    __slots__ = (
+        "_queue", "began_with", "error", "lane", "queued", "runs", "since", "start", "turn", "waited",
+    )  # fmt: skip
 
-    @classmethod
-    def of(cls, sub_request: SubRequest, prompt: int, answers: int) -> "Asked":
-        """For one of about so many tokens, whose answers will have so many."""
-        request = sub_request.request
-        return cls(request.api_key, request.priority, prompt + answers, request.deadline, sub_request.index > 0, prompt)
+    def __init__(
+        self,
+        queue: "RequestQueue",
+        key: str,
+        priority: int,
+        cost: float,
+        deadline: float,
+        *,
+        later: bool = False,
+        prompt: int = 0,
+    ) -> None:
+        super().__init__(key, priority, cost, deadline, later, prompt)
+        self._queue = queue
+        self.runs = self.queued = self.waited = False
+        self.began_with = cost
 
+    async def begin(self, start: Start, lane: Callable[[], str]) -> None:
+        """Return once ``start`` has begun it: that is called until there is room. Raises as `RequestQueue.wait`.
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Waiter(Waiting):
-    """A prompt that waits, or has waited. ``turn`` is set once it runs, or ``error`` says why it will not."""
+        Where there is room and nothing waits, the loop gets no turn. ``lane``: its model; called if it waits.
+        """
+        if not self._queue.begin_at_once(self, start):
+            self.waited = True
+            await self._queue.wait(self, lane(), start)
 
-    lane: str
-    later: bool
-    start: Start
-    turn: asyncio.Future[None]
-    since: float
-    queued: bool = False
-    error: Exception | None = None
+    def used(self, tokens: int) -> None:
+        """It has cost so many tokens, of prompt and answers. One that did not wait was not charged at all."""
+        if self.waited:
+            self._queue.correct(self, tokens)
+
+    def end(self) -> None:
+        """It runs no more. Idempotent."""
+        if self.runs:
+            self.runs = False
+            self._queue.ended(self)
+
+    def wait_in(self, lane: str, start: Start, since: float) -> None:
+        """It waits from now on."""
+        self.lane, self.start, self.since, self.queued = lane, start, since, True
+        self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.error: Exception | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,7 +144,7 @@ class RequestQueue:
         self._waiting: collections.Counter[str] = collections.Counter()
         """By key."""
         self._length = 0
-        self._lanes: dict[str, FairQueue[Waiter]] = {}
+        self._lanes: dict[str, FairQueue[Admission]] = {}
         """By model, the one that was served last at the end."""
         self._rate = DepartureRate()
         self._scheduled = False
@@ -185,20 +204,19 @@ class RequestQueue:
         if self._length and self._length >= self._limits.queue and self._to_give_way(key) is None:
             raise self._rejected(Rejection.QUEUE_FULL, key)
 
-    def begin_at_once(self, asked: Asked, start: Start) -> bool:
+    def begin_at_once(self, asked: Admission, start: Start) -> bool:
         """Where nothing waits and there is room, one more runs: whether it does."""
-        now = self._clock.now()
-        self._shares.asked(asked.key, now, asked.prompt)
-        if self._length or self._running >= self._limits.concurrency or not self._shares.may_run(asked.key):
+        now, key = self._clock.now(), asked.key
+        self._shares.asked(key, now, asked.prompt)
+        if self._length or self._running >= self._limits.concurrency or not self._shares.may_run(key):
             return False
-        standing = self._standing(asked.key, now)
+        standing = self._standing(key, now)
         if (standing is Standing.OVER and self._running >= self._most_over_share) or not start(standing):
             return False
-        self._running += 1
-        self._shares.began(asked.key, asked.cost)
+        self._runs(asked)
         return True
 
-    async def wait(self, asked: Asked, lane: str, start: Start) -> Waiter:
+    async def wait(self, waiter: Admission, lane: str, start: Start) -> None:
         """Return once ``start`` was called in this one's turn, and there was room: then one more runs.
 
         ``start`` must not wait, and may run in any task. ``lane`` is the model.
@@ -207,7 +225,7 @@ class RequestQueue:
             ClientError: 429 with Retry-After (full, or too long); 504 where a request that has begun came to its end.
             Exception: of ``start``.
         """
-        waiter = self._enter(asked, lane, start)
+        self._enter(waiter, lane, start)
         try:
             if self._head(self._lanes[lane], waiter.since, self._refused_beside(waiter)) is waiter:
                 self._try(waiter)
@@ -219,35 +237,37 @@ class RequestQueue:
                 self.room_changed()  # it may have stood before one for which there is room
         if waiter.error is not None:
             raise waiter.error
-        return waiter
 
-    def ended(self, asked: Asked) -> None:
+    def ended(self, asked: Admission) -> None:
         """One that ran runs no more."""
         self._running -= 1
-        self._shares.ended(asked.key, asked.cost)
+        self._shares.ended(asked.key, asked.began_with)
         self.room_changed()
 
-    def correct(self, waiter: Waiter, cost: float) -> None:
+    def correct(self, waiter: Admission, cost: float) -> None:
         """One that has waited has really cost so much."""
         lane = self._lanes.get(waiter.lane)
         if lane is not None:
             lane.correct(waiter, cost, self._key_limits.of(waiter.key).weight)
         waiter.cost = cost
 
-    def _enter(self, asked: Asked, lane: str, start: Start) -> Waiter:
+    def _runs(self, asked: Admission) -> None:
+        self._running += 1
+        self._shares.began(asked.key, asked.began_with)
+        asked.runs = True
+
+    def _enter(self, waiter: Admission, lane: str, start: Start) -> None:
         now = self._clock.now()
-        deadline = asked.deadline if asked.later else min(asked.deadline, now + self._limits.queue_seconds)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = Waiter(asked.key, asked.priority, asked.cost, deadline, lane, asked.later, start, turn, now)
-        if self._length >= self._limits.queue and not asked.later:
-            self._make_way(asked.key)
+        if not waiter.later:
+            waiter.deadline = min(waiter.deadline, now + self._limits.queue_seconds)
+            if self._length >= self._limits.queue:
+                self._make_way(waiter.key)
         if not self._length:
             self._rate.began(now)
+        waiter.wait_in(lane, start, now)
         self._lanes.setdefault(lane, FairQueue(self._expire)).push(waiter)
-        waiter.queued = True
         self._length += 1
         self._waiting[waiter.key] += 1
-        return waiter
 
     def _make_way(self, key: str) -> None:
         """The queue is full: the key that has most in it gives way to one that has less, so that none can shut it."""
@@ -256,7 +276,7 @@ class RequestQueue:
             raise self._rejected(Rejection.QUEUE_FULL, key)
         self._refuse(last, self._rejected(Rejection.QUEUE_FULL, last.key))
 
-    def _to_give_way(self, key: str) -> Waiter | None:
+    def _to_give_way(self, key: str) -> Admission | None:
         """The one that leaves a full queue for another key's; None where it is the newcomer that has to."""
         longest, most = max(self._waiting.items(), key=lambda each: each[1], default=("", 0))
         if self._waiting[key] + 1 >= most:
@@ -264,8 +284,9 @@ class RequestQueue:
         last = next(filter(None, (lane.newest(longest) for lane in self._lanes.values())))
         return None if last.later else last
 
-    def _leave(self, waiter: Waiter) -> None:
+    def _leave(self, waiter: Admission) -> None:
         waiter.queued = False
+        del waiter.start  # it holds the request
         self._metrics.keys.waited(waiter.key, self._clock.now() - waiter.since)
         self._length -= 1
         self._waiting[waiter.key] -= 1
@@ -276,7 +297,7 @@ class RequestQueue:
         if not lane:
             del self._lanes[waiter.lane]
 
-    async def _turn(self, waiter: Waiter) -> None:
+    async def _turn(self, waiter: Admission) -> None:
         """Return when it runs or has an error."""
         if not waiter.turn.done():
             try:
@@ -290,12 +311,12 @@ class RequestQueue:
     def _standing(self, key: str, now: float) -> Standing:
         return self._shares.standing(key, now) if self._limits.reserve > 0 else Standing.WITHIN
 
-    def _refused_beside(self, waiter: Waiter) -> Standing | None:
+    def _refused_beside(self, waiter: Admission) -> Standing | None:
         """It is tried though keys that stand worse may go first: they wait, since there is no room for them."""
         standing = self._standing(waiter.key, waiter.since)
         return None if standing is Standing.OVER else Standing(standing + 1)
 
-    def _head(self, lane: FairQueue[Waiter], now: float, refused: Standing | None) -> Waiter | None:
+    def _head(self, lane: FairQueue[Admission], now: float, refused: Standing | None) -> Admission | None:
         """The one that goes next, of the keys that may run one more, and stand better than one that was refused."""
         may_run = self._shares.may_run
         if refused is None:
@@ -339,7 +360,7 @@ class RequestQueue:
             if standing is not None:
                 refused[head.lane] = standing
 
-    def _try(self, waiter: Waiter) -> Standing | None:
+    def _try(self, waiter: Admission) -> Standing | None:
         """Begin the head of a lane, or refuse it; how its key stands where there is no room for such."""
         if waiter.turn.done():  # cancelled: its task will come to know
             self._leave(waiter)
@@ -361,9 +382,8 @@ class RequestQueue:
         self._begin(waiter)
         return None
 
-    def _begin(self, waiter: Waiter) -> None:
-        self._running += 1
-        self._shares.began(waiter.key, waiter.cost)
+    def _begin(self, waiter: Admission) -> None:
+        self._runs(waiter)
         self._rate.departed(self._clock.now())
         lane = self._lanes.pop(waiter.lane)
         self._lanes[waiter.lane] = lane
@@ -371,11 +391,11 @@ class RequestQueue:
         self._leave(waiter)
         waiter.turn.set_result(None)
 
-    def _expire(self, waiter: Waiter) -> None:
+    def _expire(self, waiter: Admission) -> None:
         late = deadline_error() if waiter.later else self._rejected(Rejection.QUEUE_TIMEOUT, waiter.key)
         self._refuse(waiter, late)
 
-    def _refuse(self, waiter: Waiter, error: Exception) -> None:
+    def _refuse(self, waiter: Admission, error: Exception) -> None:
         self._leave(waiter)
         self.room_changed()
         waiter.error = error

@@ -18,7 +18,8 @@ from pdproxy.nodes.node import Role
 from pdproxy.observe import gen_ai
 from pdproxy.observe.labels import Affinity, Leg, Move, Outcome, Phase
 from pdproxy.planning.plan_types import Plan
-from pdproxy.request import ClientRequest, Endpoint, Json, LocalReason
+from pdproxy.reasons import LocalReason
+from pdproxy.request import ClientRequest, Endpoint, Json
 from pdproxy.usage import Usage
 
 Facts: TypeAlias = dict[str, str | int | float]

@@ -59,7 +59,8 @@ class TextPrefixSource:
             return None
         tokens, hits = self._tokens(asked, sub_request), dict[Place, Hit]()
         for place, hit in self._index.look_up(asked.chain, self._clock.now()).items():
-            cut = _in_blocks(self._pool.view(place.node).node, hit, tokens) if place.node in self._pool else None
+            node = self._pool.node(place.node)
+            cut = None if node is None else _in_blocks(node, hit, tokens)
             if cut is not None:
                 hits[place] = cut
         return PromptHits(tokens, HitSource.APPROXIMATION, hits)
@@ -68,10 +69,10 @@ class TextPrefixSource:
         """The places of the plan will have the prompt; the one that computes it, its states."""
         asked, now = self._ask(sub_request), self._clock.now()
         asked.expected = (plan.prefill_hit or plan.decode_hit).resume
+        keeps = Keeps.ALL
         if plan.prefill is not None:
-            self._sent(asked.chain, plan.prefill, plan.prefill_rank, Keeps.ALL, now)
-        taken_over = Keeps.END if plan.decode.prefix_match_unit else Keeps.NONE
-        keeps = taken_over if plan.prefill is not None else Keeps.ALL
+            self._sent(asked.chain, plan.prefill, plan.prefill_rank, keeps, now)
+            keeps = Keeps.END if plan.decode.prefix_match_unit else Keeps.NONE
         self._sent(asked.chain, plan.decode, plan.decode_rank, keeps, now)
 
     def answered(self, sub_request: SubRequest, real: RealHit) -> None:
@@ -79,7 +80,8 @@ class TextPrefixSource:
         asked = self._ask(sub_request)
         if real.prompt is not None:
             self._index.counted(asked.chain, real.prompt)
-        block = _block(self._pool.view(real.place.node).node) if real.place.node in self._pool else UNKNOWN_BLOCK
+        node = self._pool.node(real.place.node)
+        block = UNKNOWN_BLOCK if node is None else _block(node)
         if real.cached + block < asked.expected:
             self._index.cached_less(asked.chain, real.place)
         elif real.cached > asked.expected + block:
@@ -147,8 +149,10 @@ def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit | None:
     A node without state groups resumes wherever its attention blocks end; others at a state, which is kept at the last
     boundary before the last token that was computed. Of a prefill leg that is earlier than the prompt's.
     """
-    block, prefills = _block(node), node.role is Role.PREFILL
-    leg, earlier = (covered_tokens(node, each) if prefills and each else each for each in (tokens, hit.resume))
+    block, leg, earlier = _block(node), tokens, hit.resume
+    if node.role is Role.PREFILL:
+        leg = covered_tokens(node, tokens) if tokens else 0
+        earlier = covered_tokens(node, earlier) if earlier else 0
     attention = min(hit.attention, leg - 1) // block * block
     if attention <= 0:
         return None

@@ -35,7 +35,8 @@ from pdproxy.orchestration.leg_wait import LegWait
 from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.orchestration.request_record import PromptRecord, Route
 from pdproxy.planning.plan_types import Plan
-from pdproxy.request import Endpoint, LegForm, LocalReason, SubRequest
+from pdproxy.reasons import LocalReason
+from pdproxy.request import Endpoint, LegForm, SubRequest
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
 

@@ -14,13 +14,12 @@ from types import MappingProxyType
 
 from pdproxy.nodes.load import PlaceLoad
 from pdproxy.nodes.node import Bars, NodeView, Role
-from pdproxy.observe.labels import RouteReason
 from pdproxy.planning.cost import Cost, Estimate, HandOverCost, LocalCost, PrefillCost, may_keep_states
 from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place
 from pdproxy.planning.session import own_index
-from pdproxy.request import LocalReason
+from pdproxy.reasons import LocalReason, RouteReason
 
 ITL_BUDGET = 0.1
 """Seconds; the default of ``policy.itl_budget``."""

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from pdproxy.nodes.node import Bars, Group, Node, NodeView, Role, Seeds, Snapshot
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
-from pdproxy.planning.plan_types import NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
-from pdproxy.request import LocalReason
+from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
+from pdproxy.reasons import LocalReason, NoNodeReason
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 
 _LOAD = operator.attrgetter("load")
@@ -206,17 +206,16 @@ def _why_no_pair(candidates: Candidates, needs: PlanInput, policy: PlanPolicy) -
             raise _lack(candidates, Role.PREFILL, needs)
         return LocalReason.NO_PREFILL
     barred = any(group.prefills and group.decodes for group in candidates.cohorts())
-    reason = LocalReason.BARRED_PAIR if barred else LocalReason.NO_PAIR
     if fail:
-        raise NoNode(reason, needs.model)
-    return reason
+        raise NoNode(NoNodeReason.BARRED_PAIR if barred else NoNodeReason.NO_PAIR, needs.model)
+    return LocalReason.BARRED_PAIR if barred else LocalReason.NO_PAIR
 
 
 def _lack(candidates: Candidates, role: Role, needs: PlanInput) -> NoNode:
     """Why there is no node of this role."""
     partner = needs.partner
     serving = (view for view in candidates.serving(role) if partner is None or candidates.paired(view.node, partner))
-    missing = NoNodeReason.NO_DECODE if role is Role.DECODE else LocalReason.NO_PREFILL
+    missing = NoNodeReason.NO_DECODE if role is Role.DECODE else NoNodeReason.NO_PREFILL
     return NoNode(NoNodeReason.EXCLUDED if any(True for _ in serving) else missing, needs.model)
 
 

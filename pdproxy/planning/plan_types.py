@@ -1,34 +1,22 @@
 """What a plan is made for, what it says, and why there may be none: values."""
 
-import enum
-
 import msgspec
 
 from pdproxy.errors import PdproxyError
 from pdproxy.nodes.node import Node
-from pdproxy.observe.labels import Affinity, RouteReason
+from pdproxy.observe.labels import Affinity
 from pdproxy.planning.prefix import NO_HIT, Hit, PromptHits
-from pdproxy.request import LocalReason
-
-
-class NoNodeReason(enum.StrEnum):
-    """Why no plan can be made, whatever the policy says."""
-
-    NO_DECODE = "no_decode"
-    """No decode node for the model takes requests now (down, draining, joining, refused, on trial)."""
-    EXCLUDED = "excluded"
-    """All nodes that take requests have failed this one already."""
+from pdproxy.reasons import LocalReason, NoNodeReason, RouteReason
 
 
 class NoNode(PdproxyError):
     """No plan can be made now; it may be possible later.
 
     Attributes:
-        reason: the ``code`` of the client's error; a LocalReason where the policy forbids to compute on the decode node
-            alone for that reason.
+        reason: the ``code`` of the client's error.
     """
 
-    def __init__(self, reason: NoNodeReason | LocalReason, model: str) -> None:
+    def __init__(self, reason: NoNodeReason, model: str) -> None:
         super().__init__(f"no node for {model!r}: {reason}")
         self.reason = reason
         self.model = model

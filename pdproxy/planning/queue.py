@@ -18,23 +18,28 @@ from typing import Generic, TypeVar
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Waiting:
-    """A request that waits.
+class Queued:
+    """A prompt, as the queue knows it.
 
     Attributes:
         key: the name of its API key.
         priority: smaller goes first.
         cost: what it takes of its key's share: tokens of its prompt, and of its answers as long as they are expected.
         deadline: monotonic seconds, after which it is not served any more.
+        later: it is not the first prompt of its request. The request has begun, so it is not refused any more: it waits
+            until the request's deadline, however many wait.
+        prompt: about how many tokens it has.
     """
 
     key: str
     priority: int
     cost: float
     deadline: float
+    later: bool = False
+    prompt: int = 0
 
 
-W = TypeVar("W", bound=Waiting)
+W = TypeVar("W", bound=Queued)
 
 
 class _Flow(Generic[W]):

@@ -17,7 +17,7 @@ from pdproxy.nodes.node import Node, NodeView, Role, Seeds
 from pdproxy.observe.labels import Affinity
 from pdproxy.planning.plan import LEAST_LOADED, Candidates
 from pdproxy.planning.plan_types import Plan
-from pdproxy.request import LocalReason
+from pdproxy.reasons import LocalReason
 
 MOST_OF_MEAN = 1.25
 """Of the mean number of legs, by weight and slow start; rounded up to whole legs."""

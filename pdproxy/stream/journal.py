@@ -11,7 +11,7 @@ order, to the node that resumes the stream. That node generates from there on, a
 event.
 """
 
-from pdproxy.request import NotContinuableReason
+from pdproxy.reasons import NotContinuableReason
 
 MOST_BYTES = 4 * 1024 * 1024
 """How much of one stream's journal is kept: a record of one token takes about 20 bytes."""

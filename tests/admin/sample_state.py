@@ -15,9 +15,10 @@ from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Footprint, Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad
-from pdproxy.observe.labels import Leg, Outcome, Phase, Prediction, RouteReason
+from pdproxy.observe.labels import Leg, Outcome, Phase, Prediction
 from pdproxy.orchestration.in_flight import InFlightRequests, LegFailure
 from pdproxy.orchestration.request_record import AnswerRecord, FailureRecord, RequestRecord, Route
+from pdproxy.reasons import RouteReason
 from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from tests.fakes.clock import FakeClock
 from tests.fakes.refused import refuse

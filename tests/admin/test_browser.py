@@ -11,8 +11,9 @@ from pdproxy.admin.context import AdminContext
 from pdproxy.credential import Secret
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Bars, Node, Role
-from pdproxy.observe.labels import Outcome, Prediction, RouteReason
+from pdproxy.observe.labels import Outcome, Prediction
 from pdproxy.orchestration.request_record import AnswerRecord
+from pdproxy.reasons import RouteReason
 from pdproxy.request import Endpoint
 from tests.admin.browser import CHROMIUM, new_page, served
 from tests.admin.reading import text_of

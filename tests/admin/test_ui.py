@@ -14,9 +14,10 @@ from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role
-from pdproxy.observe.labels import Leg, Prediction, RouteReason
+from pdproxy.observe.labels import Leg, Prediction
 from pdproxy.orchestration.in_flight import LegFailure
 from pdproxy.orchestration.request_record import FailureRecord
+from pdproxy.reasons import RouteReason
 from pdproxy.request import Endpoint
 from tests.orchestration.cluster import FakeCluster, read
 from tests.orchestration.prompts import body_for

@@ -15,7 +15,8 @@ from pdproxy.errors import ClientError
 from pdproxy.legs.lax_fields import FIELDS, LONGEST, StreamOptions, UnreadableField, read_field, read_fields
 from pdproxy.legs.shape import shape
 from pdproxy.raw_json import SMALL
-from pdproxy.request import Endpoint, LocalReason
+from pdproxy.reasons import LocalReason
+from pdproxy.request import Endpoint
 from tests.legs.test_fields import annotations
 
 VALUES = [

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdproxy.planning.plan_types import NoNodeReason
+from pdproxy.reasons import NoNodeReason
 
 ACCESS_LOG = logging.getLogger("pdproxy.orchestration.access_log")
-WITHOUT_NODE = {*NoNodeReason, "deadline", "shutting_down"}
+WITHOUT_NODE = {NoNodeReason.NO_DECODE, NoNodeReason.EXCLUDED, "deadline", "shutting_down"}
 """Codes of errors that may come where no node works on a request."""
 
 

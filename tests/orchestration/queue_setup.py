@@ -9,12 +9,16 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
 from pdproxy.observe.metrics import Metrics
-from pdproxy.orchestration.admission import Admission
-from pdproxy.orchestration.request_queue import Asked, QueueLimits, QueueStatus, RequestQueue
+from pdproxy.orchestration.request_queue import Admission, QueueLimits, QueueStatus, RequestQueue
+from pdproxy.planning.queue import Queued
 from pdproxy.planning.shares import KeyLimits, LimitsByKey
 from tests.fakes.clock import FakeClock
 
-ASKED = Asked("key", 0, 10, deadline=1e9)
+ASKED = Queued("key", 0, 10, deadline=1e9)
+
+
+def admission_of(queue: RequestQueue, asked: Queued = ASKED) -> Admission:
+    return Admission(queue, **dataclasses.asdict(asked))
 
 
 class QueueSetup:
@@ -40,7 +44,7 @@ class QueueSetup:
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def start(self, name: str, asked: Asked = ASKED, model: str = "m") -> asyncio.Task[None]:
+    async def start(self, name: str, asked: Queued = ASKED, model: str = "m") -> asyncio.Task[None]:
         self.tasks[name] = asyncio.create_task(self._run(name, asked, model))
         await settle()
         return self.tasks[name]
@@ -51,7 +55,7 @@ class QueueSetup:
             await settle()
             await self.tasks[name]
 
-    async def rejected(self, name: str, asked: Asked = ASKED) -> ClientError:
+    async def rejected(self, name: str, asked: Queued = ASKED) -> ClientError:
         """The error of one that is turned away."""
         with pytest.raises(ClientError) as caught:
             await (await self.start(name, asked))
@@ -62,23 +66,24 @@ class QueueSetup:
         assert self.registry.get_sample_value("pdproxy_requests_queued") == 0
         assert self.registry.get_sample_value("pdproxy_requests_active") == 0
 
-    async def _run(self, name: str, asked: Asked, model: str) -> None:
+    async def _run(self, name: str, asked: Queued, model: str) -> None:
         end = self.ends[name] = asyncio.Event()
-        admission = self.admissions[name] = Admission(self.queue, asked)
+        admission = self.admissions[name] = admission_of(self.queue, asked)
         try:
-            assert await admission.begin(lambda _: self._take(name, model), lambda: model) == name
+            await admission.begin(lambda _: self._take(name, model), lambda: model)
+            assert self.entered.count(name) == 1
             await end.wait()
             self.room[model] = self.room.get(model, 0) + 1
         finally:
             admission.end()
             admission.end()
 
-    def _take(self, name: str, model: str) -> str | None:
+    def _take(self, name: str, model: str) -> bool:
         if self.room.get(model, 1000) < 1:
-            return None
+            return False
         self.room[model] = self.room.get(model, 1000) - 1
         self.entered.append(name)
-        return name
+        return True
 
 
 async def settle() -> None:
@@ -87,5 +92,5 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def of(key: str = "key", priority: int = 0, **more: float) -> Asked:
-    return ASKED._replace(key=key, priority=priority, **more)  # type: ignore[arg-type]
+def of(key: str = "key", priority: int = 0, **more: float) -> Queued:
+    return dataclasses.replace(ASKED, key=key, priority=priority, **more)  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ import pytest
 from pdproxy.nodes.load import Load, PlaceLoad, Work
 from pdproxy.nodes.node import Bars, Binding, Capacity, Role
 from pdproxy.nodes.pool_entry import LegLoad
-from pdproxy.observe.labels import RouteReason
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.explain import explain
 from pdproxy.orchestration.in_flight import predicted
@@ -19,6 +18,7 @@ from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.cache_aware import ITL_BUDGET, CacheAware
 from pdproxy.planning.prefix import PromptHits
+from pdproxy.reasons import RouteReason
 from pdproxy.request import Endpoint, SubRequest
 from tests.fakes.fake_model import tokenize
 from tests.fakes.faults import FaultKind, InjectedFault

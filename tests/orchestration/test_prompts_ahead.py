@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.nodes.load import Load, PlaceLoad, Work
 from pdproxy.observe.metrics import Metrics
-from pdproxy.orchestration.admission import Admission
-from pdproxy.orchestration.request_queue import Asked, QueueLimits, RequestQueue
+from pdproxy.orchestration.request_queue import Admission, QueueLimits, RequestQueue
 from pdproxy.planning.shares import PRESENT_SECONDS, Standing
 from tests.fakes.timed import LoopClock, VirtualTimeLoop
 
@@ -41,7 +40,7 @@ class OneNode:
 
     def ask(self, name: str, key: str, prompt: int = 100, answer: float = 10.0) -> None:
         """A prompt of so many tokens; its answer takes so many seconds."""
-        asked = Asked(key, 0, prompt, deadline=1e9, prompt=prompt)
+        asked = Admission(self._queue, key, 0, prompt, 1e9, prompt=prompt)
         self._tasks[name] = asyncio.create_task(self._answer(name, asked, answer))
 
     async def end(self) -> None:
@@ -52,21 +51,21 @@ class OneNode:
         assert self._queue.status().running == self._queue.status().waiting == 0
         assert (self._place.prompts, self._place.queued, self._place.keys) == (0, 0, {})
 
-    async def _answer(self, name: str, asked: Asked, answer: float) -> None:
-        admission, place, given = Admission(self._queue, asked), self._place, list[float]()
+    async def _answer(self, name: str, asked: Admission, answer: float) -> None:
+        place, given = self._place, list[float]()
 
-        def begin(standing: Standing) -> bool | None:
+        def begin(standing: Standing) -> bool:
             now = self._clock.now()
             takes = self._book.pace_at(Work.PREFILL, place).seconds(asked.prompt)
             if standing and not self._queue.about_done(self._book.seconds_left(Work.PREFILL, place, now), takes):
-                return None
+                return False
             place.take_prompt(asked.key, asked.prompt, now)
             given.append(now)
             self.begun.append((round((now - self._since) * 1000), name))
             return True
 
         try:
-            await admission.begin(begin, lambda: "m")
+            await asked.begin(begin, lambda: "m")
             async with self._busy:
                 await asyncio.sleep(asked.prompt / 1000)
             place.drop_prompt(asked.key, asked.prompt)
@@ -76,7 +75,7 @@ class OneNode:
         finally:
             if given:
                 place.drop_prompt(asked.key, asked.prompt)
-            admission.end()
+            asked.end()
 
 
 def begun(scene: Callable[[OneNode], Awaitable[None]], reserve: float = 0.125) -> list[tuple[int, str]]:

@@ -3,7 +3,7 @@
 import pytest
 
 from pdproxy.errors import ClientError
-from tests.orchestration.queue_setup import ASKED, QueueSetup, of
+from tests.orchestration.queue_setup import QueueSetup, of
 
 
 async def test_a_full_queue_answers_429_with_retry_after() -> None:
@@ -76,12 +76,12 @@ async def test_what_is_past_its_deadline_is_not_begun() -> None:
 async def test_later_prompts_of_a_request_that_has_begun_are_not_turned_away() -> None:
     setup = QueueSetup(queue=0, queue_seconds=0.0)
     await setup.start("first")
-    later = await setup.start("later", ASKED._replace(later=True))
+    later = await setup.start("later", of(later=True))
     assert not later.done()
     await setup.end("first", "later")
     await setup.start("again")
     deadline = setup.clock.now() + 0.02
-    error = await setup.rejected("too late", ASKED._replace(later=True, deadline=deadline))
+    error = await setup.rejected("too late", of(later=True, deadline=deadline))
     assert (error.status, error.code) == (504, "deadline")
     await setup.end("again")
     setup.check_empty()
@@ -90,7 +90,7 @@ async def test_later_prompts_of_a_request_that_has_begun_are_not_turned_away() -
 async def test_a_prompt_of_a_request_that_has_begun_does_not_give_way() -> None:
     setup = QueueSetup(queue=2)
     await setup.start("runs", of("list"))
-    later = [await setup.start(f"later{number}", of("list")._replace(later=True)) for number in range(3)]
+    later = [await setup.start(f"later{number}", of("list", later=True)) for number in range(3)]
     error = await setup.rejected("quiet", of("quiet"))
     assert error.code == "queue_full"
     assert not any(task.done() for task in later)

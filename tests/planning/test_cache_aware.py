@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from pdproxy.nodes.load import Load, Work
 from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, Role, Snapshot, State
-from pdproxy.observe.labels import RouteReason
 from pdproxy.planning.cache_aware import CacheAware, best_allowed_pair
 from pdproxy.planning.cost import Estimate
 from pdproxy.planning.plan import PlanPolicy, choose, plan
 from pdproxy.planning.plan_types import Plan, PlanInput
 from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place, PromptHits
-from pdproxy.request import LocalReason
+from pdproxy.reasons import LocalReason, RouteReason
 from tests.fakes.views import view_of
 
 BY_CACHE = PlanPolicy(CacheAware())

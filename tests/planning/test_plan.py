@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, choose, plan
-from pdproxy.planning.plan_types import NoNode, NoNodeReason, Plan, PlanInput, UnknownModel
-from pdproxy.request import LocalReason
+from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
+from pdproxy.reasons import LocalReason, NoNodeReason
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 from tests.fakes.views import view_of
 
@@ -86,7 +86,7 @@ def test_nodes_that_do_not_serve_get_nothing(state: State) -> None:
 def test_without_prefill_the_policy_may_forbid_to_go_on() -> None:
     with pytest.raises(NoNode) as caught:
         make(view("d1"), policy=FAIL)
-    assert caught.value.reason is LocalReason.NO_PREFILL
+    assert caught.value.reason is NoNodeReason.NO_PREFILL
 
 
 @pytest.mark.parametrize("local", [None, LocalReason.BEAM_SEARCH])
@@ -157,7 +157,7 @@ def test_no_pair_in_any_cohort_means_local_or_nothing() -> None:
     assert make(*views).local is LocalReason.NO_PAIR
     with pytest.raises(NoNode) as caught:
         make(*views, policy=FAIL)
-    assert caught.value.reason is LocalReason.NO_PAIR
+    assert caught.value.reason is NoNodeReason.NO_PAIR
 
 
 def test_a_node_of_unknown_cohort_pairs_with_any() -> None:
@@ -185,7 +185,7 @@ def test_where_all_pairs_are_barred_the_decode_node_serves_alone() -> None:
     assert (names(made), made.local) == ((None, "d1"), LocalReason.BARRED_PAIR)
     with pytest.raises(NoNode) as caught:
         make(*views[:2], policy=FAIL, bars=barred("d1"))
-    assert caught.value.reason is LocalReason.BARRED_PAIR
+    assert caught.value.reason is NoNodeReason.BARRED_PAIR
     unpaired = make(view("d1", cohort="a"), views[2], bars=barred("p1 d1"))
     assert unpaired.local is LocalReason.NO_PAIR
 
@@ -220,7 +220,7 @@ def test_another_decode_node_for_a_ticket_is_of_its_cohort() -> None:
     assert choose(snapshot, Role.DECODE, needs, POLICY, 0).name == "d2"
     with pytest.raises(NoNode) as caught:
         choose(snapshot, Role.PREFILL, needs, POLICY, 0)
-    assert caught.value.reason is LocalReason.NO_PREFILL
+    assert caught.value.reason is NoNodeReason.NO_PREFILL
 
 
 _VIEWS = st.builds(

@@ -8,25 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.planning.queue import DepartureRate, FairQueue, Waiting
+from pdproxy.planning.queue import DepartureRate, FairQueue, Queued
 
 EVER = math.inf
 
 
-def entry(key: str = "k", priority: int = 0, cost: float = 1.0, deadline: float = EVER) -> Waiting:
-    return Waiting(key, priority, cost, deadline)
+def entry(key: str = "k", priority: int = 0, cost: float = 1.0, deadline: float = EVER) -> Queued:
+    return Queued(key, priority, cost, deadline)
 
 
-def queue_of(*entries: Waiting) -> FairQueue[Waiting]:
-    made: FairQueue[Waiting] = FairQueue(lambda _: None)
+def queue_of(*entries: Queued) -> FairQueue[Queued]:
+    made: FairQueue[Queued] = FairQueue(lambda _: None)
     for each in entries:
         made.push(each)
     return made
 
 
-def drained(queue: FairQueue[Waiting], most: int = 10**6) -> list[Waiting]:
+def drained(queue: FairQueue[Queued], most: int = 10**6) -> list[Queued]:
     """Those that go, in their order, at most so many."""
-    gone: list[Waiting] = []
+    gone: list[Queued] = []
     while len(gone) < most and (head := queue.head(0.0)) is not None:
         queue.served(head)
         gone.append(head)
@@ -90,8 +90,8 @@ def test_those_behind_one_that_is_passed_go_in_their_order() -> None:
 
 
 def test_what_is_past_its_deadline_is_told_though_others_are_passed() -> None:
-    told: list[Waiting] = []
-    queue: FairQueue[Waiting] = FairQueue(told.append)
+    told: list[Queued] = []
+    queue: FairQueue[Queued] = FairQueue(told.append)
     blocked, late, good = entry("a"), entry("b", deadline=1.0), entry("c")
     for each in (blocked, late, good):
         queue.push(each)
@@ -148,8 +148,8 @@ def test_one_that_leaves_is_not_charged() -> None:
 
 
 def test_what_is_past_its_deadline_is_told_and_not_served() -> None:
-    told: list[Waiting] = []
-    queue: FairQueue[Waiting] = FairQueue(told.append)
+    told: list[Queued] = []
+    queue: FairQueue[Queued] = FairQueue(told.append)
     late, later, good = entry(deadline=5.0), entry(deadline=7.0), entry(deadline=9.0)
     for each in (late, later, good):
         queue.push(each)
@@ -191,7 +191,7 @@ MOVES = st.lists(
 @given(MOVES)
 def test_whatever_comes_and_goes(moves: list[tuple[str, str, int, int]]) -> None:
     """The most urgent goes, of one key in order of arrival; every one once; none is lost."""
-    queue, waiting = queue_of(), list[Waiting]()
+    queue, waiting = queue_of(), list[Queued]()
     for move, key, priority, number in moves:
         if move == "push":
             waiting.append(entry(key, priority, float(number)))

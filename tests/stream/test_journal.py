@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdproxy.request import NotContinuableReason
+from pdproxy.reasons import NotContinuableReason
 from pdproxy.stream.journal import Journal, record_in
 
 
