@@ -97,7 +97,7 @@ class TextIndex:
             mark = self._marks.get(chain.hashes[known - 1])
             if mark is not None and mark.tokens:
                 rest = chain.ends[end - 1] - chain.ends[known - 1]
-                return mark.tokens + math.ceil(rest / self._bytes_per_token(chain.model))
+                return mark.tokens + (math.ceil(rest / self._bytes_per_token(chain.model)) if rest else 0)
         return math.ceil((chain.ends[end - 1] if end else 0) / self._bytes_per_token(chain.model))
 
     def refined(self, chain: Chain) -> Chain:
@@ -115,26 +115,32 @@ class TextIndex:
 
     def look_up(self, chain: Chain, now: float) -> dict[Place, Hit]:
         """How many tokens of the prompt each place may have cached; not yet cut to blocks."""
-        known = self._known(chain)
-        depths, states = dict[Place, int](), dict[Place, int]()
-        for end in range(known, 0, -1):
+        depths, states, hits, oldest = dict[Place, int](), dict[Place, int](), dict[Place, Hit](), now - self._life
+        for end in range(self._known(chain), 0, -1):
             mark = self._marks[chain.hashes[end - 1]]
             if len(mark.met) > len(depths):
-                depths |= {
-                    place: end for place, met in mark.met.items() if place not in depths and self._live(met, now)
-                }
-            for place, met in (mark.states or {}).items():
-                if place in depths and self._live(met, now):
-                    states.setdefault(place, end)
-        tokens = {end: self.tokens(chain, end) for end in {0, *depths.values(), *states.values()}}
-        return {place: Hit(tokens[end], tokens[states.get(place, 0)]) for place, end in depths.items()}
+                for place, met in mark.met.items():
+                    if met >= oldest and place not in depths:
+                        depths[place] = end
+            if mark.states:
+                for place, met in mark.states.items():
+                    if met >= oldest and place in depths and place not in states:
+                        states[place] = end
+        tokens = {0: 0}
+        for place, end in depths.items():
+            resume = states.get(place, 0)
+            for each in (end, resume):
+                if each not in tokens:
+                    tokens[each] = self.tokens(chain, each)
+            hits[place] = Hit(tokens[end], tokens[resume])
+        return hits
 
     def sent(self, chain: Chain, place: Place, keeps: Keeps, now: float) -> None:
         """The prompt goes to a place."""
-        before = self._met(chain, place, now)
+        before = self._met(chain, place, now) if keeps is Keeps.ALL else 0
         for mark in self._touched(chain):
             mark.met[place] = now
-        if keeps is Keeps.ALL and 0 < before < len(chain.hashes):
+        if 0 < before < len(chain.hashes):
             self._keep_state(chain, before, place, now)
         if keeps is not Keeps.NONE:
             self._keep_state(chain, len(chain.hashes), place, now)
