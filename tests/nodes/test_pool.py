@@ -158,9 +158,11 @@ def test_one_request_tries_a_half_open_circuit(pool: Pool, clock: FakeClock) -> 
     break_it(pool)
     clock.advance(10)
     assert pool.view("d1").takes_requests()
+    assert "d1" in pool.snapshot().served(NODE.model).by_name
     trial = pool.acquire("d1")
     assert pool.view("d1").state is State.PROBING
     assert not pool.view("d1").takes_requests()
+    assert "d1" not in pool.snapshot().served(NODE.model).by_name
     serve(pool, "d1")
     trial.release()
     assert pool.view("d1").state is State.UP
@@ -172,8 +174,12 @@ def test_one_request_tries_a_half_open_circuit(pool: Pool, clock: FakeClock) -> 
 def test_a_trial_that_proves_nothing_gives_its_place_back(pool: Pool, clock: FakeClock) -> None:
     break_it(pool)
     clock.advance(10)
-    pool.acquire("d1").release()
     assert pool.view("d1").takes_requests()
+    trial = pool.acquire("d1")
+    assert "d1" not in pool.snapshot().served(NODE.model).by_name
+    trial.release()
+    assert pool.view("d1").takes_requests()
+    assert "d1" in pool.snapshot().served(NODE.model).by_name
 
 
 def test_streams_from_before_do_not_take_the_trials_place(pool: Pool, clock: FakeClock) -> None:

@@ -281,6 +281,15 @@ async def test_rates_are_learned_from_the_tokens_that_were_computed() -> None:
     assert computed[0] > 300 > computed[1]
 
 
+async def test_the_time_of_a_whole_answer_tells_nothing_of_how_fast_a_decode_node_is() -> None:
+    cluster = CachingCluster(nodes=2, resumes=True)
+    for turn in range(3):
+        await cluster.say(*said(turn), stream=False)
+    assert cluster.count("pdproxy_local_total", reason="cached") == 2
+    assert {work for work, _ in cluster.steady.seen} == {Work.PREFILL}
+    assert not any(place.queued for view in cluster.pool.snapshot().nodes for place in view.places)
+
+
 @pytest.mark.parametrize(("resumes", "avoided"), [(True, 2), (False, 0)])
 async def test_a_decode_node_that_could_have_resumed_and_did_not_is_noted(*, resumes: bool, avoided: int) -> None:
     cluster = CachingCluster(nodes=1, resumes=resumes, itl_budget=1e-9)

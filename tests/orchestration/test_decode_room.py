@@ -145,6 +145,22 @@ async def test_priority_decides_who_goes_next_and_keys_share() -> None:
         assert made.begun == ["r1", "r2", "urgent", "f1", "q", "f2", "f3"]
 
 
+async def test_a_prompt_that_waited_counts_on_its_prefill_node_from_its_plan_on() -> None:
+    """Others that are planned in the same turn of the loop see it."""
+    async with streams(FakeCluster(prefills=1, decodes=1, capacity=TWO)) as made:
+        for name in "abc":
+            await made.start(name)
+        prefill, decode = made.cluster.pool.view("p0"), made.cluster.pool.view("d0")
+        leaving, seen = asyncio.create_task(made.close("a")), list[tuple[int, int, int]]()
+        for _ in range(60):
+            await asyncio.sleep(0)
+            seen.append((decode.active, prefill.active, prefill.lightest.prompts))
+        await leaving
+        planned = seen.index((1, 0, 0)) + [decoding for decoding, _, _ in seen[seen.index((1, 0, 0)) :]].index(2)
+        assert seen[planned] == (2, 1, 1)
+        await made.finish("b", "c")
+
+
 async def test_a_node_that_joins_brings_room() -> None:
     async with streams(FakeCluster(decodes=1, capacity=TWO)) as made:
         cluster = made.cluster

@@ -288,3 +288,15 @@ async def test_an_error_of_the_attempt_is_its_own(error: Exception) -> None:
     assert setup.entered == ["a", "b"]
     await setup.end("b")
     setup.check_empty()
+
+
+async def test_what_a_prompt_really_cost_does_not_change_what_counts_as_running() -> None:
+    setup = QueueSetup(concurrency=2)
+    for name in ("stays", "goes", "waits"):
+        await setup.start(name)
+    await setup.end("goes")
+    setup.admissions["waits"].used(10_000)
+    await setup.end("waits")
+    assert setup.queue._shares._total == setup.admissions["stays"].began_with
+    await setup.end("stays")
+    setup.check_empty()
