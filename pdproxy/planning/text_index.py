@@ -115,7 +115,19 @@ class TextIndex:
 
     def look_up(self, chain: Chain, now: float) -> dict[Place, Hit]:
         """How many tokens of the prompt each place may have cached; not yet cut to blocks."""
-        depths, states, hits, oldest = dict[Place, int](), dict[Place, int](), dict[Place, Hit](), now - self._life
+        depths, states = self._deepest(chain, now - self._life)
+        tokens, hits = {0: 0}, dict[Place, Hit]()
+        for place, end in depths.items():
+            resume = states.get(place, 0)
+            for each in (end, resume):
+                if each not in tokens:
+                    tokens[each] = self.tokens(chain, each)
+            hits[place] = Hit(tokens[end], tokens[resume])
+        return hits
+
+    def _deepest(self, chain: Chain, oldest: float) -> tuple[dict[Place, int], dict[Place, int]]:
+        """The last of its marks that each place met since then, and the last one before at which it has a state."""
+        depths, states = dict[Place, int](), dict[Place, int]()
         for end in range(self._known(chain), 0, -1):
             mark = self._marks[chain.hashes[end - 1]]
             if len(mark.met) > len(depths):
@@ -126,14 +138,7 @@ class TextIndex:
                 for place, met in mark.states.items():
                     if met >= oldest and place in depths and place not in states:
                         states[place] = end
-        tokens = {0: 0}
-        for place, end in depths.items():
-            resume = states.get(place, 0)
-            for each in (end, resume):
-                if each not in tokens:
-                    tokens[each] = self.tokens(chain, each)
-            hits[place] = Hit(tokens[end], tokens[resume])
-        return hits
+        return depths, states
 
     def sent(self, chain: Chain, place: Place, keeps: Keeps, now: float) -> None:
         """The prompt goes to a place."""
