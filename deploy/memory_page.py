@@ -49,8 +49,9 @@ change, and its exit status is then 1.
 | at once | requests of `--max-model-len` that the cache holds: vLLM's "Maximum concurrency" |
 
 **How good it is.** Block size, bytes of a block, number of blocks and concurrency are to the digit those of published
-start-up logs, and of one start of ours on an H100 with the tiny model (`tests/deploy/test_memory.py`). Weights,
-activations and CUDA graphs are upper estimates, held to the same logs. No start of a large model was ours. *Limits:*
+start-up logs, and of starts of ours on an H100 with vLLM 0.33.0: the tiny model, and the text part of Qwen3.6-35B-A3B
+in bfloat16 with made-up weights, which vLLM refused (`tests/deploy/test_memory.py`, `tests/deploy/data/`). Weights,
+activations and CUDA graphs are upper estimates, held to the same logs: 0.3 to 2 GiB more than was taken. *Limits:*
 the estimate does not know draft models, LoRA adapters, FP4 weights, pipeline and context parallelism; what CUDA
 graphs and kernels take varies by version and GPU, which the {margin:.0%} are for.
 
