@@ -30,6 +30,8 @@ CHAT_TEMPLATE = "chat_template"
 PROMPTS_PATH = "/v1/pdproxy/prompts"
 """Where it tells."""
 _LONGEST_DIGEST = 128
+_MADE_ANEW = frozenset({"created", "permission"})
+"""What vLLM makes anew for each answer of its list of models: the second of the answer, and an id of its own."""
 
 
 def _empty() -> Mapping[str, str]:
@@ -53,10 +55,23 @@ class ModelCard:
     cards: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
     def on(self, configured: Node, node: Node) -> Node:
-        """A node that serves these models now: the one that it was configured for, and all others as aliases."""
+        """A node that serves these models now: the one that it was configured for, and all others as aliases.
+
+        It equals ``node`` where that serves the same already, in whatever second the list was made.
+        """
         model = configured.model or node.model or next(iter(self.names), "")
         aliases = dict.fromkeys((*configured.aliases, *(name for name in self.names if name != model)))
-        return dataclasses.replace(node, model=model, aliases=tuple(aliases), cards=self.cards)
+        cards = node.cards if _lasting(node.cards) == _lasting(self.cards) else self.cards
+        return dataclasses.replace(node, model=model, aliases=tuple(aliases), cards=cards)
+
+
+def _lasting(cards: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+    """The cards without what is made anew for each answer."""
+    return {
+        name: {key: value for key, value in card.items() if key not in _MADE_ANEW}
+        for name, card in cards.items()
+        if isinstance(card, dict)
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

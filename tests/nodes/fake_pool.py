@@ -92,9 +92,17 @@ class FakeNodeInfo:
                 return b""
 
     def _cards(self) -> list[dict[str, object]]:
-        root = (self.labels or LABELS)["model"]
+        root, answers = (self.labels or LABELS)["model"], len(self.asked)
         return [
-            {"id": name, "root": root, "parent": self.names[0] if index else None, "max_model_len": self.max_model_len}
+            {
+                "id": name,
+                "root": root,
+                "parent": self.names[0] if index else None,
+                "max_model_len": self.max_model_len,
+                # As vLLM does: other ones in each answer.
+                "created": answers,
+                "permission": [{"id": f"modelperm-{answers}", "created": answers}],
+            }
             for index, name in enumerate(self.names)
         ]
 

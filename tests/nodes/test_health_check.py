@@ -19,6 +19,20 @@ async def test_a_first_visit_brings_nodes_in(pool: Pool, health: HealthCheck) ->
     assert [view.state for view in pool.snapshot().nodes] == [State.UP, State.UP]
 
 
+async def test_a_visit_that_finds_nothing_new_leaves_the_node_as_it_is(
+    pool: Pool, transport: FakePoolTransport, health: HealthCheck
+) -> None:
+    """The list of models is dated anew in each answer; whatever follows a node, as its KV events, would begin anew."""
+    await visit_all(health, pool)
+    before = [view.node for view in pool.snapshot().nodes]
+    await visit_all(health, pool)
+    after = [view.node for view in pool.snapshot().nodes]
+    assert all(now is then for now, then in zip(after, before, strict=True))
+    transport.nodes["d1"].names = ("tiny", "adapter")
+    await visit_all(health, pool)
+    assert pool.view("d1").node.aliases == ("adapter",)
+
+
 @pytest.mark.parametrize("fault", [Fault.HEADERS_TIMEOUT, Fault.REFUSED, Fault.RESET, Fault.STALL])
 async def test_three_misses_in_a_row_give_a_node_up(
     pool: Pool, transport: FakePoolTransport, health: HealthCheck, fault: Fault
