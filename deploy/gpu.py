@@ -1,4 +1,4 @@
-"""The run-book for two GPUs: `python -m deploy.gpu --model NAME --revision COMMIT`; `--cpu`: a dry run without GPUs.
+"""The run-book for GPUs: `python -m deploy.gpu --model NAME --revision COMMIT`; `--cpu`: a dry run without any.
 
 It starts a prefill node, decode nodes and the proxy, and learns what one engine answers. Then it compares answers,
 attacks, kills nodes, measures, and puts everything into one archive. docs/gpu.md says what each step shows. Nodes on
@@ -616,8 +616,8 @@ def check_gpus(options: Options, listing: str, cuda: str) -> Iterator[Check]:
         return
     wanted = sorted({options.prefill_gpu, *options.decode_gpus})
     names = "; ".join(f"{index}: {name}, {total:,} MiB" for index, (name, total, _) in found.items())
-    advice = f"GPUs {', '.join(wanted)} are asked for: name two that are there (--prefill-gpu, --decode-gpus)"
-    yield Check("GPUs", set(wanted) <= found.keys() and len(wanted) > 1, names or "none", advice)
+    advice = f"GPUs {', '.join(wanted)} are asked for: name such as are there (--prefill-gpu, --decode-gpus)"
+    yield Check("GPUs", set(wanted) <= found.keys(), names or "none", advice)
     for index in (each for each in wanted if each in found):
         _, total, free = found[index]
         needed = round(options.gpu_memory * total)
@@ -1137,7 +1137,7 @@ def options_of(arguments: Sequence[str]) -> Options:
     add("--revision", help="the commit of a model on the hub")
     add("--folder", type=Path, help="a new folder for results and logs (default: .run/gpu-TIME)")
     add("--prefill-gpu", metavar="GPU", help="the prefill node's (default: 0)")
-    add("--decode-gpus", type=words, metavar="GPU,…", help="one for each decode node (default: 1; 1,1: two share one)")
+    add("--decode-gpus", type=words, metavar="GPU,…", help="one for each decode node (default: 1; 0,0: all share one)")
     add("--max-model-len", type=int, metavar="TOKENS", help="(default: 32768)")
     add("--gpu-memory", type=float, metavar="SHARE", help="of each GPU's memory (default: 0.9)")
     add("--streams", type=int, metavar="N", help="under each kill (default: 16)")
