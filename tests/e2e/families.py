@@ -105,7 +105,7 @@ TEXT: Mapping[str, Any] = {
     },
 }  # fmt: skip
 VISION: Mapping[str, Any] = {
-    "depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 1, "out_hidden_size": 128,
+    "depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128,
     "num_position_embeddings": 16, "patch_size": 16,
 }  # fmt: skip
 MARKS: Mapping[str, Any] = {
