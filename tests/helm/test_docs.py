@@ -3,7 +3,6 @@
 import itertools
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,19 +51,3 @@ def test_the_command_is_one_that_works(helm: Engine, command: str) -> None:
 
 def test_there_are_such_commands() -> None:
     assert len(commands()) >= 6
-
-
-def test_every_link_of_the_charts_page_leads_somewhere() -> None:
-    text = (CHART / "README.md").read_text(encoding="utf-8")
-    targets = re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", text)
-    assert len(targets) > 8
-    for file, anchor in targets:
-        page = (CHART / file).resolve() if file else CHART / "README.md"
-        assert page.exists(), file
-        assert not anchor or anchor in anchors(page), f"{file}#{anchor}"
-
-
-def anchors(page: Path) -> set[str]:
-    """The headings of a page, as GitHub names them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,0 +1,142 @@
+"""The documentation: links lead somewhere, and the files, functions, modules and targets that it names exist."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs/architecture.md"
+CHART = ROOT / "helm/pdproxy/README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", CHART, *sorted(ROOT.glob("docs/**/*.md"))]
+CODE_PAGES = [ROOT / "CONTRIBUTING.md", ARCHITECTURE, *sorted(ROOT.glob("docs/decisions/*.md"))]
+"""Pages in which every Python file is ours."""
+SHORT = (ROOT, ROOT / "pdproxy", ROOT / "connector")
+"""Where a path in a page about code begins."""
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks, whose brackets are no links."""
+    return re.sub(r"^ *```.*?^ *```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+
+
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """The files and headings of this repository to which a page links."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if not re.match(r"[a-z]+:", target):
+            file, _, anchor = target.partition("#")
+            yield (page.parent / file).resolve() if file else page, anchor
+
+
+@functools.cache
+def anchors(page: Path) -> frozenset[str]:
+    """The headings of a page, as GitHub names them."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
+
+
+@functools.cache
+def names_in(file: Path) -> frozenset[str]:
+    """The classes, functions and constants of a file; what a class has, as `Class.name`."""
+
+    def names(body: Sequence[ast.stmt], within: str = "") -> Iterator[str]:
+        for node in body:
+            match node:
+                case ast.ClassDef():
+                    yield within + node.name
+                    yield from names(node.body, f"{within}{node.name}.")
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    yield within + node.name
+                case ast.Assign():
+                    yield from (within + each.id for each in node.targets if isinstance(each, ast.Name))
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    yield within + name
+
+    return frozenset(names(ast.parse(text_of(file)).body))
+
+
+def product_names() -> frozenset[str]:
+    files = (file for folder in ("pdproxy", "connector") for file in (ROOT / folder).rglob("*.py"))
+    return frozenset().union(*map(names_in, files))
+
+
+def missing(spans: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """Of `path` and `path::Name` those that stand in none of the folders."""
+
+    def is_there(span: str) -> bool:
+        path, _, name = span.partition("::")
+        files = [folder / path for folder in folders if (folder / path).exists()]
+        return any(not name or name in names_in(file) for file in files)
+
+    return [span for span in spans if not is_there(span)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
+    assert [name_of(file) for file, _ in links(page) if not file.exists()] == []
+    dead = [(name_of(file), anchor) for file, anchor in links(page) if anchor and anchor not in anchors(file)]
+    assert dead == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_and_modules_of_this_repository_exist(page: Path) -> None:
+    paths = re.findall(r"(?<![\w/.-])((?:pdproxy|connector|deploy|tests)/[\w/.-]+\.\w+(?:::[\w.]+)?)", text_of(page))
+    assert missing([path for path in paths if "::test_" not in path], [ROOT]) == []
+    modules = re.findall(r"python -m ((?:pdproxy|connector|deploy|tests)[\w.]*)", text_of(page))
+    files = [module.rstrip(".").replace(".", "/") for module in modules]
+    assert [
+        file for file in files if missing([f"{file}.py"], [ROOT]) and missing([f"{file}/__main__.py"], [ROOT])
+    ] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    asked = re.findall(r"(?:`|^)make ([a-z][\w-]*)", text_of(page), re.MULTILINE)
+    assert set(asked) <= targets
+
+
+@pytest.mark.parametrize("page", CODE_PAGES, ids=name_of)
+def test_pages_about_code_name_files_and_functions_that_exist(page: Path) -> None:
+    spans = re.findall(r"`([\w./-]+\.(?:py|toml|yml)(?:::[\w.]+)?)`", prose(page))
+    assert missing(spans, SHORT) == []
+
+
+def test_a_file_or_function_that_is_gone_is_found() -> None:
+    gone = ["orchestration/relay.py::Relay.answered_by", "orchestration/relays.py"]
+    assert missing(["orchestration/relay.py::Relay.read", *gone], SHORT) == gone
+
+
+def questions() -> list[list[str]]:
+    """The rows of the table of questions: question, page, file, function, answer."""
+    section = text_of(ARCHITECTURE).partition("## Ten questions\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[1:]]
+
+
+def test_there_are_ten_questions() -> None:
+    assert len(questions()) == 10
+
+
+@pytest.mark.parametrize("row", questions(), ids=lambda row: row[0])
+def test_each_question_is_answered_within_three_steps_from_the_readme(row: list[str]) -> None:
+    _, page, file, function, answer = row
+    page_target, file_target = (re.fullmatch(r"\[.+\]\((.+)\)", cell) for cell in (page, file))
+    assert page_target is not None
+    assert file_target is not None
+    step = (ARCHITECTURE.parent / page_target[1].partition("#")[0]).resolve()
+    assert step in {linked for linked, _ in links(README)}
+    assert function.strip("`") in names_in((ARCHITECTURE.parent / file_target[1]).resolve())
+    assert set(re.findall(r"`([A-Z]\w+\.\w+)`", answer)) <= product_names()
