@@ -197,8 +197,8 @@ def _limit(word: str, where: str) -> tuple[str, float]:
 
 _USABLE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _NOT_PASSED_ON = HOP_BY_HOP | {
-    # What describes this connection's message, and what our transport sets itself.
-    *("host", "content-length", "content-type", "accept-encoding", "content-encoding", "expect", "cookie"),
+    # What describes this connection's message and its answer, and what our transport sets itself.
+    *("host", "content-length", "content-type", "accept", "accept-encoding", "content-encoding", "expect", "cookie"),
     "x-request-id",
     # Of a node that the client did not choose.
     RANK_HEADER,
@@ -229,11 +229,13 @@ def priority_of(fields: Fields, field: int) -> int:
 
 
 def headers_for_node(headers: Headers, fields: Fields, request_id: str, credential: Credential, own: str) -> Headers:
-    """What a node gets of the client's headers, with the request's id; ``own`` is the operator's credential."""
+    """What a node gets of the client's headers, with the request's id; ``own`` is the operator's credential.
+
+    None of them tells of a body or asks for a kind of answer: the request to the node may have another one.
+    """
     dropped = _dropped(fields.get("connection", ""))
     passed = [pair for pair in headers if pair[0] not in dropped and pair[0][:10] != "x-pdproxy-"]
     passed.append(("x-request-id", request_id))
-    passed.append(("content-type", fields.get("content-type") or "application/json"))
     if credential is Credential.REPLACE:
         passed.append(("authorization", f"Bearer {own}"))
     elif credential is Credential.PASS and (theirs := fields.get("authorization")):

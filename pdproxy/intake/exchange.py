@@ -1,7 +1,9 @@
 """One HTTP request and its response over ASGI: its head, what is sent back, and a client that disconnects meanwhile."""
 
 import asyncio
+import operator
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from itertools import chain
 from typing import Any
 
 from pdproxy.errors import ClientError
@@ -12,6 +14,7 @@ from pdproxy.request import Endpoint, Fields, Headers
 from pdproxy.response import EXCHANGE_EXTENSION, Exchange
 
 JSON_HEADER = ("content-type", "application/json")
+_DECODE, _ENCODE = operator.methodcaller("decode", "latin-1"), operator.methodcaller("encode", "latin-1")
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -26,13 +29,14 @@ class ClientGone(Exception):
 
 def headers_of(scope: Scope) -> Headers:
     """The request's headers, names in lower case."""
-    return tuple([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]])
+    texts = map(_DECODE, chain.from_iterable(scope["headers"]))
+    return tuple(zip(texts, texts, strict=True))
 
 
 async def send_head(send: Send, status: int, headers: Iterable[tuple[str, str]]) -> None:
     """Begin a response."""
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
+    raw = map(_ENCODE, chain.from_iterable(headers))
+    await send({"type": "http.response.start", "status": status, "headers": [*zip(raw, raw, strict=True)]})
 
 
 async def send_whole(send: Send, status: int, headers: Iterable[tuple[str, str]], body: bytes) -> None:

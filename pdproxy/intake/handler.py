@@ -203,7 +203,7 @@ class RequestHandler:
             request_id=exchange.request_id,
             method=exchange.method,
             path=f"{exchange.path}?{exchange.query}" if exchange.query else exchange.path,
-            headers=self._node_headers(exchange),
+            headers=(*self._node_headers(exchange), *_of_the_message(exchange)),
             held=HeldBody(raw, admitted.reservation.close),
             model=model,
             deadline=arrived + self.config.request_seconds,
@@ -265,6 +265,12 @@ class RequestHandler:
             raise
         finally:
             await body.aclose()
+
+
+def _of_the_message(exchange: HttpExchange) -> Headers:
+    """What a node must know of a request that it gets as it came."""
+    content_type = exchange.fields.get("content-type") or JSON_HEADER[1]
+    return ("content-type", content_type), *[pair for pair in exchange.headers if pair[0] == "accept"]
 
 
 class ApiApp:

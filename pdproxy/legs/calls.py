@@ -25,9 +25,7 @@ ANSWER_BYTES = 256 * 1024 * 1024
 EVENT_STREAM = "text/event-stream"
 STREAMS_PATH = "/v1/pdproxy/streams"
 """Before the path of an endpoint: the same endpoint, its streams with a journal."""
-_OF_THE_LEG = frozenset({"content-type", "accept", "accept-encoding"})
-"""Headers of a client that say nothing of a leg's own body and answer."""
-_LEG_HEADERS = (("content-type", "application/json"), ("accept-encoding", "identity"))
+_JSON_HEADER = ("content-type", "application/json")
 _NOT_RESUMABLE = b'"NotResumableError"'
 """The type of the error with which that route leaves a stream to the endpoint itself."""
 
@@ -72,7 +70,8 @@ async def prefill(
     on_resend: Callable[[], None],
     span: LegSpan | None = None,
 ) -> PrefillAnswer:
-    """Run the prefill leg to its end; ``body`` is from `rewrite.prefill_body`, ``headers`` are the client's.
+    """Run the prefill leg to its end; ``body`` is from `rewrite.prefill_body`, ``headers`` are the client's, but for
+    those that tell of its body or ask for a kind of answer.
 
     ``on_resend``: called when the leg is sent a second time (`Transport.send`). The node may then hold a second ticket
     under the same hand-over id, also where the leg fails with one of `NOTHING_HELD`: the id has to be released even if
@@ -93,8 +92,8 @@ def read_prefill(endpoint: Endpoint, answer: Json) -> PrefillAnswer:
     if not isinstance(params, dict) or not params:
         raise_if_aborted(endpoint, answer)
         raise NodeFault(Fault.NO_TICKET, "the prefill answer carries no kv_transfer_params")
-    ticket = msgspec.Raw(write_json({key: value for key, value in params.items() if key != _CACHED_HINT}))
-    hint, usage = params.get(_CACHED_HINT), read_usage(answer.get("usage"))
+    hint, usage = params.pop(_CACHED_HINT, None), read_usage(answer.get("usage"))
+    ticket = msgspec.Raw(write_json(params))
     prompt = None if usage is None else usage.prompt
     if isinstance(hint, int):
         return PrefillAnswer(ticket, hint, prompt)
@@ -193,11 +192,12 @@ async def _post(
     on_resend: Callable[[], None] | None = None,
 ) -> HttpResponse:
     """The response to a leg; a status that is not 2xx is a fault with a bounded body, and closes the response."""
-    fields = (*[field for field in headers if field[0] not in _OF_THE_LEG], *_LEG_HEADERS)
     if len(body) > LARGE:
         await asyncio.sleep(0)  # to write it as JSON took some milliseconds, and to send it takes some more
     traced = None if span is None else span.span
-    response = await transport.send(HttpRequest("POST", node.url + path, fields, body, on_resend, traced), timeouts)
+    response = await transport.send(
+        HttpRequest("POST", node.url + path, (*headers, _JSON_HEADER), body, on_resend, traced), timeouts
+    )
     if 200 <= response.status < 300:
         return response
     try:

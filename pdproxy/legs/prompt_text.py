@@ -21,17 +21,17 @@ MOST_IDS = 256 * 1024
 _WHOLE = 4096
 """Characters of a text outside of a message's own: of longer ones, such as images, the length and both ends count."""
 _END = 64
-_RENDERING = (
+_RENDERING = frozenset({
     "cache_salt", "chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs", "add_generation_prompt",
     "continue_final_message", "add_special_tokens", "reasoning", "reasoning_effort", "truncate_prompt_tokens", "suffix",
     "prompt_embeds",
-)  # fmt: skip
+})  # fmt: skip
 """Fields that change what nodes make of the same messages, or keep their caches apart."""
 
 
 def prompt_salt(endpoint: Endpoint, model: str, body: Json) -> str:
     """What two prompts must have in common before their texts are compared."""
-    fields = (f"{key}={text}" for key in _RENDERING if key in body for text in _flat(value_of(body[key])))
+    fields = (f"{key}={text}" for key in sorted(_RENDERING.intersection(body)) for text in _flat(value_of(body[key])))
     return "\0".join((endpoint, model, *fields))
 
 

@@ -46,7 +46,9 @@ def prefill_body(endpoint: Endpoint, body: Json, hand_over_id: str, readers: int
 
     ``body`` is scrubbed and of one prompt.
     """
-    leg = {key: value for key, value in body.items() if key not in DROPPED}
+    leg = dict(body)
+    for name in DROPPED.intersection(body):
+        del leg[name]
     if "n" in leg:
         leg["n"] = 1
     if endpoint is Endpoint.RESPONSES:

@@ -59,7 +59,7 @@ class PoolEntry:
         progressed_at: monotonic seconds when a leg last received something from the node.
         leaving: set when running streams should move elsewhere.
         idle: set while no leg is in flight.
-        alarms: called when active health gives the node up.
+        alarms: called when active health gives the node up, by the slots of the legs that wait for that.
         records: how its legs ended.
         out_by: the id of the request whose failure opened the circuit; "" where active health did.
         left: it is not in the pool any more; legs that run on it end later.
@@ -74,7 +74,7 @@ class PoolEntry:
     progressed_at: float = float("-inf")
     leaving: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    alarms: set[Callable[[], None]] = dataclasses.field(default_factory=set)
+    alarms: dict["Slot", Callable[[], None]] = dataclasses.field(default_factory=dict)
     records: defaultdict[Leg, LegRecord] = dataclasses.field(default_factory=lambda: defaultdict(LegRecord))
     out_by: str = ""
     left: bool = False
@@ -103,7 +103,7 @@ class PoolEntry:
     def send_legs_away(self) -> None:
         """Have streams move, and legs that wait for an answer fail, where there is another node for them."""
         self.leaving.set()
-        for alarm in tuple(self.alarms):
+        for alarm in tuple(self.alarms.values()):
             alarm()
 
     def state(self) -> State:
@@ -131,8 +131,7 @@ class Slot:
     """
 
     __slots__ = (
-        "_alarm", "_began", "_book", "_clock", "_entry", "_load", "_on_release", "_place", "_queued", "takes_room",
-        "trial",
+        "_began", "_book", "_clock", "_entry", "_load", "_on_release", "_place", "_queued", "takes_room", "trial",
     )  # fmt: skip
 
     def __init__(
@@ -149,7 +148,6 @@ class Slot:
         self._book = book
         self._load = load
         self._on_release = on_release
-        self._alarm: Callable[[], None] | None = None
         self._began = clock.now()
         self._place = place = view.place(load.rank)
         self.trial = view.state is State.PROBING
@@ -204,21 +202,19 @@ class Slot:
 
     def on_node_down(self, alarm: Callable[[], None] | None) -> None:
         """Call ``alarm`` each time that active health finds the node gone; None ends that."""
-        if self._entry is None or self._alarm is alarm:
+        if self._entry is None:
             return
-        if self._alarm is not None:
-            self._entry.alarms.discard(self._alarm)
-        if alarm is not None:
-            self._entry.alarms.add(alarm)
-        self._alarm = alarm
+        if alarm is None:
+            self._entry.alarms.pop(self, None)
+        else:
+            self._entry.alarms[self] = alarm
 
     def release(self) -> None:
         """Give the place back. Idempotent; works after the node has left the pool."""
         entry = self._entry
         if entry is None:
             return
-        if self._alarm is not None:
-            self.on_node_down(None)
+        entry.alarms.pop(self, None)
         self._entry = None
         place, load = self._place, self._load
         place.legs -= 1

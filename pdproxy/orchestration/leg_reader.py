@@ -2,24 +2,25 @@
 
 An event goes one of three ways, the cheapest first:
 
-1. Like the last one: nearly every piece is one event that differs from the one before in its text alone.
+1. Like the last one: nearly every piece is events that differ from the one before in their text alone.
 2. By its bytes: it holds nothing that ends or changes the stream (`Transcript.passes`).
 3. Read: as the first event, the last ones, errors and usage.
 """
 
+import operator
 from collections.abc import AsyncIterator
 
 from pdproxy.errors import Fault, NodeFault, untraced
 from pdproxy.response import Sink
 from pdproxy.stream.chunks import DONE, Likeness, parse_object, short_event_of
-from pdproxy.stream.journal import ONE_EVENT, RECORD_OF_ONE, Journal, record_in, record_of_one
+from pdproxy.stream.journal import Journal, record_in, record_of_one
 from pdproxy.stream.sse import EVENT_BYTES, Event, Framer
 from pdproxy.stream.transcript import CHUNKED, Transcript
 from pdproxy.stream.usage_event import UsageEventFilter
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage, read_usage_event
 
-_COUNT, _RECORD = len(ONE_EVENT), len(RECORD_OF_ONE)
+_IS_COMMENT = operator.methodcaller("startswith", b":")
 
 
 class LegReader:
@@ -139,18 +140,14 @@ class LegReader:
         return b"" if self._usage_filter is None else self._usage_filter.flush()
 
     def _take(self, piece: bytes) -> bytes:
-        """What the client sees of a piece. Nearly every piece is one event like the last one, and its record."""
+        """What the client sees of a piece. Nearly every piece is events like the last one, each with its record."""
         like, journal = self._like_last, self._journal
         if like is None:
             return self._take_one(piece) if self._at_boundary else self._take_any(piece)
-        end = like.end_in(piece, 0)
-        if journal is None:
-            if end == len(piece):
-                return piece
-        elif end and piece.find(b"\n\n", end) == len(piece) - 2:
-            journal.append_right(piece[end - _COUNT : -2])
-            return piece[: end - _RECORD]
-        return self._take_several(like, piece, end) if end else self._take_one(piece)
+        seen, records, end = like.split(piece)
+        if journal is not None and records:
+            journal.append_right(records)
+        return seen if end == len(piece) else seen + self._take_one(piece[end:])
 
     def _take_one(self, piece: bytes) -> bytes:
         """What the client sees of a piece that may be one event and its record."""
@@ -161,25 +158,6 @@ class LegReader:
             return self._take_any(piece)
         self._journal.append_right(found[1])
         return found[0]
-
-    def _take_several(self, like: Likeness, piece: bytes, end: int) -> bytes:
-        """What the client sees of a piece that begins with an event like the last one, which ends at ``end``."""
-        seen, at = [], 0
-        while end:
-            if self._journal is None:
-                seen.append(piece[at:end])
-                at = end
-            else:
-                stop = piece.find(b"\n\n", end)
-                if stop < 0:  # the rest of the record is still to come
-                    break
-                self._journal.append_right(piece[end - _COUNT : stop])
-                seen.append(piece[at : end - _RECORD])
-                at = stop + 2
-            end = like.end_in(piece, at) if at < len(piece) else 0
-        if at < len(piece):
-            seen.append(self._take_any(piece[at:]))
-        return b"".join(seen)
 
     def _take_any(self, piece: bytes) -> bytes:
         """What the client sees of any piece."""
@@ -194,7 +172,7 @@ class LegReader:
         """Whether bytes are one event that passes as it is; the next one may be like it."""
         passes = self._transcript.passes(raw)
         if passes:
-            self._like_last = Likeness.of(raw, b"" if self._journal is None else RECORD_OF_ONE)
+            self._like_last = Likeness.of(raw, journaled=self._journal is not None)
         return passes
 
     def _is_holding(self) -> bool:
@@ -202,13 +180,15 @@ class LegReader:
 
     def _take_block(self, raw: bytes) -> bytes:
         """Of one event, record or comment. Events wait for their record, comments before them for none."""
-        if self._pending_error is not None:
-            return b""
-        if self._journal is None or (raw.startswith(b":") and not self._held and record_in(raw) is None):
+        journal = self._journal
+        if journal is None or self._pending_error is not None:
             return self._take_event(raw)
-        record = record_in(raw)
-        if record is not None:
-            return self._commit(self._journal, record)
+        if _IS_COMMENT(raw):
+            record = record_in(raw)
+            if record is not None:
+                return self._commit(journal, record)
+            if not self._held:
+                return self._take_event(raw)
         self._held.append(raw)
         if len(self._held) > 1 and sum(map(len, self._held)) > EVENT_BYTES:
             raise NodeFault(Fault.INVALID_BODY, "the events of the stream have no record")
@@ -223,7 +203,7 @@ class LegReader:
             self._transcript.rollback(before)
             return b""
         self.has_begun = True
-        journal.append(record, sum(not raw.startswith(b":") for raw in held))
+        journal.append(record, len(held) - sum(map(_IS_COMMENT, held)))
         return seen
 
     def _check_held(self) -> None:

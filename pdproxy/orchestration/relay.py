@@ -49,8 +49,7 @@ class Relay:
         self._ready = b""
         """What goes out next."""
         self._leaving = asyncio.Event()
-        self._node_down = False
-        self._done = False
+        self._node_down = self._done = self._closed = False
         self._progress_due = 0.0
         self._passed_on_at = 0.0
         self._ticket_tail: int | None = None
@@ -84,6 +83,8 @@ class Relay:
 
     async def aclose(self) -> None:
         """End the legs, release what they hold. Idempotent."""
+        if self._closed:
+            return
         if self.outcome is Outcome.CLIENT_GONE and self._transcript.ended and not self._ready:
             self._finish(Outcome.OK)  # many clients leave as soon as they have read the end
         self._done, self._ready = True, b""
@@ -91,6 +92,7 @@ class Relay:
         self._record_usage()
         try:
             await self._upstream.aclose()
+            self._closed = True
         finally:
             if self.outcome is not None:
                 self._on_finished(self.outcome)

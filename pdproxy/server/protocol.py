@@ -16,6 +16,7 @@ stop reading in order to queue it, and so not notice that the client disconnects
 import asyncio
 import dataclasses
 import enum
+import operator
 import re
 import typing
 from collections.abc import Sequence
@@ -36,17 +37,16 @@ LEAVING_SECONDS = 1
 response with ``Connection: close``. A connection that is closed while a request is on its way loses that request, and
 HTTP lets clients repeat only some."""
 
+_NAME = operator.itemgetter(0)
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
 def ambiguous(method: bytes, version: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
     """Why another server on the way may read a head differently, or "" where it cannot; header names in lower case."""
-    hosts, codings = 0, []
-    for name, value in headers:
-        if name == b"host":
-            hosts += 1
-        elif name == b"transfer-encoding":
-            codings.append(value.strip().lower())
+    names = [*map(_NAME, headers)]
+    hosts, codings = names.count(b"host"), []
+    if b"transfer-encoding" in names:
+        codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
     if method == b"CONNECT":
         return "There are no tunnels here."
     if version not in ("1.0", "1.1"):
@@ -154,10 +154,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._state is ReceiveState.HEAD:
-            name = name.lower()
-            self.headers.append((name, value))
-            if name == b"expect" and value.lower() == b"100-continue":
-                self.expect_100_continue = True
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._reparsing:
@@ -174,6 +171,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(400, "Wait for an answer before the next request.", "pipelined")
         if self._refused:
             raise RefusedHeadError  # Ends the parsing: the application must not get this request.
+        if b"expect" in dict(self.headers):
+            expected = [value.lower() for name, value in self.headers if name == b"expect"]
+            self.expect_100_continue = b"100-continue" in expected
         super().on_headers_complete()
         if self._leaving:
             self.cycle.keep_alive = False

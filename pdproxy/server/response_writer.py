@@ -223,9 +223,9 @@ class ClientExchange(RequestResponseCycle):
                 length = int(value)
             elif name in _OF_CONNECTION:
                 return False
-        fields = self.default_headers + headers
-        head = b"".join([b"%b: %b\r\n" % field for field in fields])
-        if len(head) - len(head.translate(None, _CONTROLS)) != len(b"\r\n") * len(fields):
+        fields = [*map(b": ".join, self.default_headers), *map(b": ".join, headers), b""]
+        head = b"\r\n".join(fields)
+        if len(head) - len(head.translate(None, _CONTROLS)) != len(b"\r\n") * (len(fields) - 1):
             return False
         self.response_started, self._head_waits, self.waiting_for_100_continue = True, True, False
         if length is not None:

@@ -65,7 +65,7 @@ class Journal:
         self.append_right(record)
 
     def append_right(self, record: bytes) -> None:
-        """As `append`, of a record that is known to tell the number of its events."""
+        """As `append`, of a record, or several joined by commas, that are known to tell the number of their events."""
         if self.reason is not None:
             return
         self._records += record

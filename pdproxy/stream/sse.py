@@ -52,10 +52,8 @@ class Framer:
         if len(self.rest) > LONG_REST and not _may_end(self._last or self.rest, piece):
             self._wait(piece)
             return []
-        block = self._joined(piece)
-        ends = _ends_lf(block) if block.find(b"\r") < 0 else _ends_any(block)
-        events = [block[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        self.rest = block[ends[-1] :] if ends else block
+        block = self._joined(piece) if self.rest else piece
+        events, self.rest = _cut(block)
         self._size = len(self.rest)
         self._check_size()
         return events
@@ -73,7 +71,7 @@ class Framer:
     def _joined(self, piece: bytes) -> bytes:
         long, self._long, self._last = self._long, None, b""
         if long is None:
-            return self.rest + piece if self.rest else piece
+            return self.rest + piece
         long.write(piece)
         return long.getvalue()
 
@@ -87,10 +85,21 @@ def _may_end(before: bytes, piece: bytes) -> bool:
     return b"\n" in piece or b"\r" in piece or before.endswith(b"\r")
 
 
+def _cut(block: bytes) -> tuple[list[bytes], bytes]:
+    """The events of a block, and what comes after the last one."""
+    if len(block) <= LONG_REST and block.find(b"\r") < 0:
+        *events, rest = block.split(b"\n\n")
+        return [event + b"\n\n" for event in events], rest
+    ends = _ends_lf(block) if block.find(b"\r") < 0 else _ends_any(block)
+    events = [block[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return events, block[ends[-1] :] if ends else block
+
+
 def _ends_lf(block: bytes) -> list[int]:
-    """Where events end, in a block whose lines end in LF alone, as vLLM writes them."""
+    """Where events end, in a long block whose lines end in LF alone, as vLLM writes them: one character is found ten
+    times faster than two."""
     ends: list[int] = []
-    at = block.find(b"\n")  # one character is found a hundred times faster than two
+    at = block.find(b"\n")
     while at >= 0:
         is_end = block.startswith(b"\n", at + 1)
         if is_end:

@@ -64,11 +64,14 @@ def target_of(url: str) -> Target:
 
 def fields_of(request: HttpRequest, target: Target) -> Headers:
     """The header fields of a request, ours first, without those of a caller that belong to one connection."""
-    end_to_end = [field for field in request.headers if field[0] not in _OURS]
-    fields = [("host", target.host), ("accept-encoding", "identity"), *end_to_end]
+    fields = [("host", target.host), ("accept-encoding", "identity"), *_end_to_end(request.headers)]
     if request.body or request.method not in _WITHOUT_BODY:
         fields.append(("content-length", str(len(request.body))))
     return tuple(fields)
+
+
+def _end_to_end(headers: Headers) -> Headers:
+    return headers if _OURS.isdisjoint(dict(headers)) else tuple([field for field in headers if field[0] not in _OURS])
 
 
 def request_head(request: HttpRequest, target: Target) -> bytes:
@@ -78,11 +81,11 @@ def request_head(request: HttpRequest, target: Target) -> bytes:
         ValueError: a line break or a NUL in the method, the path or a header: it would be read as something else.
     """
     method, body = request.method, request.body
-    lines = [f"{name}: {value}" for name, value in request.headers if name not in _OURS]
+    lines = [method, *map(": ".join, _end_to_end(request.headers))]
     if body or method not in _WITHOUT_BODY:
         lines.append(f"content-length: {len(body)}")
-    text = "\r\n".join((method, *lines))
-    if text.count("\n") != len(lines) or text.count("\r") != len(lines) or "\0" in text or " " in method:
+    text, breaks = "\r\n".join(lines), len(lines) - 1
+    if text.count("\n") != breaks or text.count("\r") != breaks or "\0" in text or " " in method:
         raise ValueError("a request head must not contain line breaks of its own, nor a method a space")
     return f"{method}{target.start}{text[len(method) :]}\r\n\r\n".encode("latin-1")
 
@@ -188,7 +191,7 @@ class ResponseParser:
         status = self._parser.get_status_code()
         if status < 200 or self.has_head:
             return
-        names = [name for name, _ in self._fields]
+        names = dict(self._fields)
         chunked = "transfer-encoding" in names
         if chunked:
             codings = [value.lower() for name, value in self._fields if name == "transfer-encoding"]

@@ -20,6 +20,17 @@ async def asked(proxy: RunningProxy, path: str = PATH) -> httpx.Response:
     return await proxy.client.post(path, json={"model": "m"}, follow_redirects=False)
 
 
+async def test_only_a_forwarded_request_brings_the_clients_words_on_body_and_answer() -> None:
+    theirs = {"content-type": "application/json; charset=utf-8", "accept": "audio/wav, */*", "x-tenant": "blue"}
+    async with running_proxy(Settings()) as proxy:
+        for path in (PATH, "/v1/completions"):
+            await proxy.client.post(path, content=b'{"model":"m","prompt":"one two three"}', headers=theirs)
+        seen = [each for each in (*proxy.prefill.seen, *proxy.decode.seen) if ("x-tenant", "blue") in each.headers]
+        told = {each.path: {name: value for name, value in each.headers if name in theirs} for each in seen}
+        assert told == {PATH: theirs, "/v1/completions": {"x-tenant": "blue", "content-type": "application/json"}}
+        assert len(seen) == 3
+
+
 async def test_a_streamed_answer_arrives_while_the_node_writes_it() -> None:
     async with running_proxy(Settings()) as proxy:
         proxy.decode.forwarded[PATH] = Script(200, EVENTS, PIECES, FaultKind.STALL)

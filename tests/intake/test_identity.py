@@ -12,6 +12,8 @@ CAME = (
     ("authorization", "Bearer sk-client"),
     ("cookie", "a=b"),
     ("content-length", "3"),
+    ("content-type", "text/plain"),
+    ("accept", "text/plain"),
     ("transfer-encoding", "chunked"),
     ("x-pdproxy-anything", "1"),
     ("x-data-parallel-rank", "1"),
@@ -26,7 +28,6 @@ def test_only_end_to_end_headers_are_passed_on() -> None:
         "x-tenant": "blue",
         "traceparent": "00-1-1-01",
         "x-request-id": "req-1",
-        "content-type": "application/json",
     }
 
 
