@@ -220,7 +220,7 @@ class LeaseReads:
         """How many requests have an entry."""
         return len(self._reads)
 
-    def begin(self, request_id: str, readers: int) -> None:
+    def hold(self, request_id: str, readers: int) -> None:
         """From now on this rank holds the request's blocks for `readers` reads (at least one)."""
         self._reads.setdefault(request_id, _Reads()).wanted = max(1, readers)
 

@@ -199,7 +199,7 @@ def wrap_add_request(scheduler_class: type[Any]) -> None:
             _drop_duplicate(self, request)
             return
         for side in _our_sides(self)[:1]:
-            side.resumed.begin(request, self.structured_output_manager)
+            side.resumed.carry_out_order(request, self.structured_output_manager)
         stock(self, request)
 
     setattr(add_request, _WRAPPED, True)

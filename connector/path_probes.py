@@ -94,7 +94,7 @@ class PathProbes:
         self._reads: dict[int, _Reads] = {}
         self._targets: dict[str, Mapping[Rank, ProbeTarget]] = {}
 
-    def begin(self, orders: Mapping[int, Peer], now: float) -> None:
+    def start(self, orders: Mapping[int, Peer], now: float) -> None:
         """Probes are ordered, by number."""
         for number, peer in orders.items():
             self._open[number] = _Probe(peer, self._host.probe_request(peer), now + PROBE_WITHIN)

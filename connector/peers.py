@@ -53,7 +53,7 @@ class ResolvedAddress:
     address: SocketAddress
 
 
-def look_up(host: str, port: int) -> tuple[socket.AddressFamily, SocketAddress]:
+def resolve_by_system(host: str, port: int) -> tuple[socket.AddressFamily, SocketAddress]:
     """The system's resolver: IPv4 before IPv6, as the listener binds. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
@@ -61,12 +61,14 @@ def look_up(host: str, port: int) -> tuple[socket.AddressFamily, SocketAddress]:
 
 
 class Resolver:
-    """For one thread. `wake` is called in another one when a look-up has ended; `look_up` may block there."""
+    """For one thread. `wake` is called in another one when a look-up has ended; `resolve` may block there."""
 
-    def __init__(self, wake: Callable[[], None], clock: Callable[[], float], look_up: LookUp = look_up) -> None:
+    def __init__(
+        self, wake: Callable[[], None], clock: Callable[[], float], resolve: LookUp = resolve_by_system
+    ) -> None:
         self._wake = wake
         self._clock = clock
-        self._look_up = look_up
+        self._look_up = resolve
         self._lock = threading.Lock()
         self._running: set[tuple[str, int]] = set()
         self._found: OrderedDict[tuple[str, int], tuple[ResolvedAddress, float]] = OrderedDict()

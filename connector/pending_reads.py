@@ -102,7 +102,7 @@ class PendingReads:
         """How many reads are not over."""
         return len(self._reads)
 
-    def begin(self, request_id: str, question: Question, address: Address, size: ReadSize, now: float) -> None:
+    def on_ordered(self, request_id: str, question: Question, address: Address, size: ReadSize, now: float) -> None:
         """A read is ordered; an earlier one of the same request must be over."""
         self._reads[request_id] = _PendingRead(question, address, size, now)
         self._by_nonce[question.nonce] = request_id
@@ -242,7 +242,7 @@ class TicketReturns:
         """How many are not over."""
         return len(self._open)
 
-    def begin(self, ticket: TicketReturn, now: float) -> None:
+    def add(self, ticket: TicketReturn, now: float) -> None:
         """A ticket is to be given back, and due at once."""
         self._open[ticket.nonce] = _Return(ticket, now, now)
 

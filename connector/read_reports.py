@@ -36,7 +36,7 @@ class ReadReports:
     def __init__(self) -> None:
         self._reports: dict[str, _Report] = {}
 
-    def begin(self, request_id: str, raw_params: Any) -> None:
+    def on_new_request(self, request_id: str, raw_params: Any) -> None:
         """A request arrives, with these `kv_transfer_params`."""
         if isinstance(raw_params, dict) and raw_params.get(EXPLAIN) is True:
             self._reports[request_id] = _Report()

@@ -1,7 +1,7 @@
 """Requests that go on where another node stopped: resume orders carried out, in the scheduler's process.
 
-    Scheduler.add_request (wrapped by `nixl_connector`) ─► begin    the order leaves the params before any connector
-        sees them, and before the request is queued: so it is carried out once, however many connectors there are
+    Scheduler.add_request (wrapped by `nixl_connector`) ─► carry_out_order    the order leaves the params before any
+        connector sees them, and before the request is queued: so it is carried out once, with any number of connectors
         ├── good     the request has output tokens, as if it had produced them and had then been preempted
         └── refused  the request waits for a grammar whose compilation has failed: vLLM ends it with an error
     schedule ─ build_connector_meta ─► tell_workers    the first step that computes the request
@@ -127,7 +127,7 @@ class ResumedRequests:
         """How many requests have output tokens that the workers do not know."""
         return len(self._untold)
 
-    def begin(self, request: Request, grammars: "StructuredOutputManager") -> None:
+    def carry_out_order(self, request: Request, grammars: "StructuredOutputManager") -> None:
         """Carry out the request's order, if it has one. Must precede everything else that is done with the request."""
         order = verify(self.secret, request.request_id, request.kv_transfer_params)
         if order is None:

@@ -110,7 +110,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         """Validate the request's `kv_transfer_params`, which any client may have written. vLLM sees clean ones or
         none."""
         if not isinstance(request.kv_transfer_params, ValidatedParams):
-            self._reports.begin(request.request_id, request.kv_transfer_params)
+            self._reports.on_new_request(request.request_id, request.kv_transfer_params)
             action = self._validator.validate(request.kv_transfer_params, self._facts(request))
             params = self._begin(request, action)
             request.kv_transfer_params = None if params is None else ValidatedParams(params)
@@ -214,7 +214,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         params = request.kv_transfer_params or {}
         reads = bool(params.get("do_remote_prefill"))
         if params.get("do_remote_decode"):
-            self._shared.begin(request.request_id, self._blocks(request))
+            self._shared.on_admitted(request.request_id, self._blocks(request))
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if request.num_computed_tokens > 0:
             # Back from a load of another connector: our own reads were counted with the workers' report.
@@ -270,7 +270,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             for ticket in self._reads.on_worker_report(report):
                 self._return_ticket(ticket)
         for request_id in connector_output.finished_sending or ():
-            self._shared.end(request_id)
+            self._shared.on_freed(request_id)
         self._tickets.on_finished_sending(connector_output.finished_sending or ())
         super().update_connector_output(connector_output)
         self._on_reads_finished(connector_output.finished_recving or set(), connector_output.failed_recving)
@@ -315,7 +315,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         # Without blocks there is nothing for vLLM to hold.
         held, answer = super().request_finished(request, block_ids if wanted else ())
         if not held or answer is None:
-            self._shared.end(request_id)
+            self._shared.on_freed(request_id)
             self._tickets.drop(request_id)
             return False, None
         digest = prompt_digest(request, answer["remote_num_tokens"], adapter.digest)

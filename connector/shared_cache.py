@@ -39,10 +39,10 @@ class SharedCache:
         held = sum(self._held.values())
         return not held or request_id in self._held or held + blocks <= self._room
 
-    def begin(self, request_id: str, blocks: int) -> None:
+    def on_admitted(self, request_id: str, blocks: int) -> None:
         """vLLM has admitted this prefill leg."""
         self._held[request_id] = blocks
 
-    def end(self, request_id: str) -> None:
+    def on_freed(self, request_id: str) -> None:
         """Its blocks are free again: the leg ended without a ticket, or its lease has ended."""
         self._held.pop(request_id, None)

@@ -82,7 +82,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         orders, metadata.reqs_to_recv = metadata.reqs_to_recv, {}
         for request_id, meta in orders.items():
             self._begin(request_id, meta, metadata)
-        self._probes.begin(metadata.probes, time.monotonic())
+        self._probes.start(metadata.probes, time.monotonic())
         self._defer(metadata)
         super().start_load_kv(metadata)
         self._give_back(time.monotonic())
@@ -90,7 +90,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
             self._lease_reads.forget(request_id)
         for request_id in metadata.reqs_to_send:
             if request_id in self._reqs_to_send:
-                self._lease_reads.begin(request_id, metadata.readers.get(request_id, 1))
+                self._lease_reads.hold(request_id, metadata.readers.get(request_id, 1))
         for request_id, nonces in metadata.returned.items():
             if request_id in self._reqs_to_send:
                 self._lease_reads.give_back(request_id, nonces)
@@ -142,9 +142,9 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
             metadata.reqs_to_recv[request_id] = meta
             self._sources[request_id] = ReadSource(self._request_for(meta))
             size = read_size(self._group_sizes, meta.local_block_ids, remote.block_ids, order.hit_tokens)
-            self._pending_reads.begin(request_id, question, (remote.host, remote.port), size, now)
+            self._pending_reads.on_ordered(request_id, question, (remote.host, remote.port), size, now)
         else:
-            self._returns.begin(TicketReturn(question, (remote.host, remote.port)), now)
+            self._returns.add(TicketReturn(question, (remote.host, remote.port)), now)
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
         if self._recving_metadata.get(req_id) is not meta:

@@ -162,7 +162,7 @@ class WeightedMultiConnector(MultiConnector):
         loads = winner is not None and self._loads.loading(request.request_id) == winner
         if winner is not None and loads and not self._children[winner].hands_over:
             every = [block for group in blocks.blocks for block in group]
-            self._deadlines.begin(request.request_id, every, time.monotonic())
+            self._deadlines.on_load_started(request.request_id, every, time.monotonic())
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> WeightedMetadata:
@@ -228,7 +228,7 @@ class WeightedMultiConnector(MultiConnector):
         super().bind_connector_metadata(connector_metadata)
         self._overdue, self._idle = frozenset(), False
         if isinstance(connector_metadata, WeightedMetadata):
-            self._rank_loads.begin(connector_metadata.loads)
+            self._rank_loads.start(connector_metadata.loads)
             self._overdue, self._idle = connector_metadata.overdue, connector_metadata.idle
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata | set[str]) -> None:

@@ -259,7 +259,7 @@ class LoadDeadlines:
         """How many loads are running, in time or given up."""
         return len(self._loads) + len(self._quarantine)
 
-    def begin(self, request_id: str, blocks: Sequence[Any], now: float) -> None:
+    def on_load_started(self, request_id: str, blocks: Sequence[Any], now: float) -> None:
         """A tier begins to load into these blocks."""
         self._loads[request_id] = _RunningLoad(blocks, now)
 

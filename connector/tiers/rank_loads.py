@@ -81,7 +81,7 @@ class RankLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def begin(self, loads: Mapping[str, Load]) -> None:
+    def start(self, loads: Mapping[str, Load]) -> None:
         """These loads begin."""
         self._loads.update(loads)
 

@@ -48,7 +48,7 @@ class OutageLog:
         else:
             self._outages[node.name] = self._clock.now(), 1
 
-    def answered(self, node: Node) -> None:
+    def preflight_succeeded(self, node: Node) -> None:
         """A preflight of the node succeeded."""
         self._outages.pop(node.name, None)
 
@@ -94,7 +94,7 @@ class Joiner:
             if self._has(node):
                 self.outages.failed(node, fault)
             return
-        self.outages.answered(node)
+        self.outages.preflight_succeeded(node)
         if not self._has(node) or self._is_early(info):
             return
         everyone = [view.node for view in self._pool.snapshot().nodes]

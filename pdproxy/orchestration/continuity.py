@@ -82,7 +82,7 @@ class Continuity:
         """Whether nothing is missing but an ending that is known."""
         return self.transcript.finished and self.transcript.ending_known
 
-    def begin(self, move: Move) -> None:
+    def start_move(self, move: Move) -> None:
         """The stream moves."""
         self.left -= 1
         self._move = move

@@ -62,7 +62,7 @@ class FailedLegs:
 
     # -- what the pool is told
 
-    def failed(self, leg: Leg, name: str, fault: Fault, moment: Moment = Moment.OPENING) -> None:
+    def leg_failed(self, leg: Leg, name: str, fault: Fault, moment: Moment = Moment.OPENING) -> None:
         """A leg failed on a node: it counts against the node now, later, or not at all."""
         self.excluded |= {name}
         failed = _InDoubt(leg, name, fault, moment)
@@ -72,20 +72,20 @@ class FailedLegs:
             case Blame.YES:
                 self._tell(failed, Verdict.NODE)
 
-    def began(self, leg: Leg, name: str) -> None:
+    def leg_began(self, leg: Leg, name: str) -> None:
         """A leg goes well: legs of its kind that did not get so far elsewhere failed by their nodes' fault; after a
         decode leg, prefill legs too."""
         self._pool.leg_began(name, leg)
         if self._in_doubt:
             self._served(name, lambda failed: failed.moment is not Moment.STREAMING and leg in (Leg.DECODE, failed.leg))
 
-    def ended(self, leg: Leg, name: str) -> None:
+    def leg_ended(self, leg: Leg, name: str) -> None:
         """A leg has ended well."""
         self._pool.leg_ended(name, leg, self._source.client)
         if self._in_doubt:
             self._served(name, lambda failed: leg in (Leg.DECODE, failed.leg))
 
-    def served(self, leg: Leg, name: str) -> None:
+    def leg_served(self, leg: Leg, name: str) -> None:
         """A leg whose answer comes in one piece went well."""
         self._pool.leg_served(name, leg, self._source.client)
         if self._in_doubt:

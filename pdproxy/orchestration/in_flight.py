@@ -199,7 +199,7 @@ class InFlightRequests:
         self._requests.pop(request, None)
         self.recent.ended(request, at, outcome)
 
-    def answered(self, model: str, route: Route, usage: Usage, choices: int) -> None:
+    def count_usage(self, model: str, route: Route, usage: Usage, choices: int) -> None:
         """A prompt was answered: so many tokens, in so many choices."""
         if usage.completion:
             self.output_lengths.seen(model, usage.completion / choices)

@@ -70,7 +70,7 @@ class NodePicker:
         self._chosen: Plan | None = None
         """The last plan."""
 
-    async def look_up(self) -> None:
+    async def look_up_prefix(self) -> None:
         """Ask what places have cached, where the policy goes by that; before the first plan. Later calls do nothing."""
         source = self._context.prefix_source
         if source is not None and not self._looked_up:
@@ -269,7 +269,7 @@ class NodePicker:
             hit = chosen.decode_hit
             slot.took_over(max(0, chosen.tokens - hit.attention), hand_over.issued_at, instead=hit.resume > 0)
 
-    def answered(self, node: Node, usage: Usage, hand_over: HandOver | None) -> None:
+    def count_hits(self, node: Node, usage: Usage, hand_over: HandOver | None) -> None:
         """The nodes said what they had cached: once, for the prompt as the client sent it.
 
         ``hand_over``: the ticket that was used; None where ``node``, the decode node, computed.
@@ -288,7 +288,7 @@ class NodePicker:
             self._context.metrics.hit(node.role, planned, cached, outcome)
             self._context.in_flight.planned_hits[node.role].add(usage.prompt or 0, planned, cached, outcome)
         if source is not None:
-            source.answered(self._sub_request, RealHit(Place(node.name, rank or 0), usage.prompt, cached))
+            source.learn(self._sub_request, RealHit(Place(node.name, rank or 0), usage.prompt, cached))
 
     def _record_affinity(self, role: Role, affinity: Affinity | None) -> None:
         if affinity is not None:

@@ -73,7 +73,7 @@ class Orchestrator:
         except BaseException as error:
             self._recorder.ended_by(record, error)
             raise
-        self._recorder.began(record)
+        self._recorder.answer_began(record)
         self._recorder.end(record, Outcome.OK)
         return ProxyResponse(200, (_JSON_HEADER, *_own_headers(record), *_route_headers(record)), body)
 
@@ -127,7 +127,7 @@ class Orchestrator:
         except BaseException:
             await stream.aclose()
             raise
-        self._recorder.began(record)
+        self._recorder.answer_began(record)
         return ProxyResponse(200, (*_STREAM_HEADERS, *_own_headers(record), *_route_headers(record)), stream)
 
     async def _upstreams(self, request: ClientRequest, record: AnswerRecord) -> list[UpstreamRequest]:

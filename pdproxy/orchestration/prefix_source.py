@@ -35,7 +35,7 @@ class PrefixSource(Protocol):
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         """The request goes there. Counts at once: the next look-up sees what these places will have cached."""
 
-    def answered(self, sub_request: SubRequest, real: RealHit) -> None:
+    def learn(self, sub_request: SubRequest, real: RealHit) -> None:
         """What the place really had, for a source that can learn from it."""
 
 
@@ -73,6 +73,6 @@ class CombinedSource:
         self._exact.routed(sub_request, plan)
         self._estimate.routed(sub_request, plan)
 
-    def answered(self, sub_request: SubRequest, real: RealHit) -> None:
+    def learn(self, sub_request: SubRequest, real: RealHit) -> None:
         """As `PrefixSource`: what is exact learns from events alone."""
-        self._estimate.answered(sub_request, real)
+        self._estimate.learn(sub_request, real)

@@ -81,7 +81,7 @@ class Recorder:
             asked = gen_ai.request_attributes(request.body, record.choices, stream=request.stream)
             record.span.set_attributes(asked)
 
-    def began(self, record: AnswerRecord) -> None:
+    def answer_began(self, record: AnswerRecord) -> None:
         """The first byte for the client is there."""
         took = record.first.took
         for phase, seconds in took.items():
@@ -157,7 +157,7 @@ class Recorder:
                 self._metrics.used(record.model, record.key, usage)
                 record.request.on_usage(usage.prompt or 0, usage.completion or 0)
                 if route is not None:
-                    self._in_flight.answered(record.model, route, usage, record.choices)
+                    self._in_flight.count_usage(record.model, route, usage, record.choices)
                 if route is Route.RECOMPUTED:
                     self._metrics.recomputed()
 

@@ -200,7 +200,7 @@ class Relay:
         self._record_move()
         self._record_usage()
         try:
-            self._continuity.begin(move)
+            self._continuity.start_move(move)
             await self._upstream.leave_node(move)
             first_event = await self._start_on_node()
         except (ClientError, UpstreamErrorResponse) as error:

@@ -183,7 +183,7 @@ class PromptRecord(msgspec.Struct, eq=False):
         """Seconds spent in a phase until now."""
         return self.took.get(phase, 0.0) + (self.in_phase() if phase is self.phase else 0.0)
 
-    def answered(self, route: Route, cohort: str) -> None:
+    def answer_began(self, route: Route, cohort: str) -> None:
         """The first event of the answer is here; what happens when its stream moves, its moves tell."""
         if self.route is None:
             self.route, self.cohort = route, cohort
@@ -203,7 +203,7 @@ class PromptRecord(msgspec.Struct, eq=False):
         """The stream went on at another node, after so many seconds without bytes for the client."""
         self.moves += (StreamMove(move, stall),)
 
-    def used(self, usage: Usage, route: Route | None) -> None:
+    def leg_used(self, usage: Usage, route: Route | None) -> None:
         """A decode leg reported its tokens: see `LegUsage`."""
         self.usages += (LegUsage(usage, route),)
         if route is Route.RECOMPUTED:

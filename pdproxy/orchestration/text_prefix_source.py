@@ -75,7 +75,7 @@ class TextPrefixSource:
             keeps = Keeps.END if plan.decode.prefix_match_unit else Keeps.NONE
         self._sent(asked.chain, plan.decode, plan.decode_rank, keeps, now)
 
-    def answered(self, sub_request: SubRequest, real: RealHit) -> None:
+    def learn(self, sub_request: SubRequest, real: RealHit) -> None:
         """Learn how long the prompt was, and whether the place had the state that it was expected to have."""
         asked = self._ask(sub_request)
         if real.prompt is not None:

@@ -96,7 +96,7 @@ class UpstreamRequest:
             UpstreamErrorResponse: a node's own error goes to the client.
         """
         self.nodes.reset()
-        await self.nodes.look_up()
+        await self.nodes.look_up_prefix()
         node = await self._plan_and_prefill()
         while True:
             try:
@@ -152,7 +152,7 @@ class UpstreamRequest:
             slot.release()
             if span is not None:
                 span.end()
-        self._failed.served(Leg.PREFILL, node.name)
+        self._failed.leg_served(Leg.PREFILL, node.name)
         self._failed.went_on(Leg.PREFILL)
         return HandOver(hand_over_id, node, answer, context.clock.now())
 
@@ -187,15 +187,15 @@ class UpstreamRequest:
         if asked.first_event_proves_read:
             self.end_hand_over()
         if stream:
-            self._failed.began(Leg.DECODE, node.name)
+            self._failed.leg_began(Leg.DECODE, node.name)
         else:
-            self._failed.served(Leg.DECODE, node.name)
+            self._failed.leg_served(Leg.DECODE, node.name)
         if self._move is None:  # one that has moved may begin only to break off where it did before
             self._failed.went_on(Leg.DECODE)
         self.nodes.first_event(node, slot, self.hand_over)
         if span is not None and self.hand_over is not None:
             span.note({"prefill_node": self.hand_over.node.name})
-        self.record.answered(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)
+        self.record.answer_began(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)
         return result
 
     async def _after_failed_decode(self, node: Node, fault: NodeFault) -> Node:
@@ -244,7 +244,7 @@ class UpstreamRequest:
         name = self.sub_request.name
         _LOG.info("request %s: %s leg on %s: %s: %s", name, leg, node, fault.fault, fault.detail)
         if not deadline_passed(context.clock, self.sub_request.request.deadline):
-            self._failed.failed(leg, node, fault.fault, moment)
+            self._failed.leg_failed(leg, node, fault.fault, moment)
 
     def _show_failure(self, leg: Leg, node: str, fault: NodeFault, step: Step) -> None:
         """Show the operator a leg's failure and the step that follows."""
@@ -325,7 +325,7 @@ class UpstreamRequest:
     def stream_ended(self) -> None:
         """The stream has ended well on its last node."""
         self.end_hand_over()
-        self._failed.ended(Leg.DECODE, self.node_name)
+        self._failed.leg_ended(Leg.DECODE, self.node_name)
 
     # -- what is held, and how it is given back
 
@@ -405,12 +405,12 @@ class UpstreamRequest:
             self._span.used(usage)
         self.nodes.admission.used((usage.prompt or 0) + (usage.completion or 0))
         if self.resumed:
-            self.record.used(msgspec.structs.replace(usage, cached=None), None)
+            self.record.leg_used(msgspec.structs.replace(usage, cached=None), None)
             return
         route, cached = self._computed(usage)
-        self.record.used(msgspec.structs.replace(usage, cached=cached), route)
+        self.record.leg_used(msgspec.structs.replace(usage, cached=cached), route)
         self.recomputed = route is Route.RECOMPUTED
-        self.nodes.answered(self.node, usage, None if self.recomputed else self.hand_over)
+        self.nodes.count_hits(self.node, usage, None if self.recomputed else self.hand_over)
         if self.recomputed:
             self._release_recomputed()
         self._record_pace(usage)

@@ -13,7 +13,7 @@ from connector.transfer_params import MOST_READERS
 
 def test_one_read_ends_the_lease_and_is_reported_once() -> None:
     seen = LeaseReads()
-    seen.begin("r", 1)
+    seen.hold("r", 1)
     assert seen.done() == set()
     seen.record("r", ReadDone("alias", "n1", 1))
     assert seen.done() == {"r"}
@@ -25,7 +25,7 @@ def test_one_read_ends_the_lease_and_is_reported_once() -> None:
 
 def test_every_decode_rank_of_a_read_must_have_given_notice() -> None:
     seen = LeaseReads()
-    seen.begin("r", 1)
+    seen.hold("r", 1)
     seen.record("r", ReadDone("alias", "n1", 2))
     assert seen.done() == set()
     seen.record("r", ReadDone("alias", "n1", 2))
@@ -34,7 +34,7 @@ def test_every_decode_rank_of_a_read_must_have_given_notice() -> None:
 
 def test_two_readers_need_two_nonces_however_often_one_of_them_tells() -> None:
     seen = LeaseReads()
-    seen.begin("r", 2)
+    seen.hold("r", 2)
     for _ in range(5):
         seen.record("r", ReadDone("alias", "n1", 1))
     assert seen.done() == set()
@@ -47,14 +47,14 @@ def test_a_notice_before_the_lease_waits_for_it() -> None:
     seen.record("r", ReadDone("alias", NO_NONCE, 1))
     assert seen.done() == set()
     assert seen.pop_report() == {}
-    seen.begin("r", 1)
+    seen.hold("r", 1)
     assert seen.done() == {"r"}
     assert seen.pop_report() == {"r": {NO_NONCE: 1}}
 
 
 def test_as_many_readers_as_may_be_declared_end_a_lease_also_after_failed_tries() -> None:
     seen, leases = LeaseReads(), LeaseTable(ranks=1, memory=60.0, capacity=10)
-    seen.begin("r", MOST_READERS)
+    seen.hold("r", MOST_READERS)
     leases.open("alias", readers=MOST_READERS, now=0.0)
     for reader in range(MOST_READERS):
         seen.record("r", ReadDone("alias", f"first-try-of-{reader}", 2))
@@ -71,7 +71,7 @@ def test_as_many_readers_as_may_be_declared_end_a_lease_also_after_failed_tries(
 
 def test_forged_nonces_cost_bounded_memory_and_end_nothing_more() -> None:
     seen = LeaseReads()
-    seen.begin("r", MOST_NONCES + 1)
+    seen.hold("r", MOST_NONCES + 1)
     for number in range(2 * MOST_NONCES):
         seen.record("r", ReadDone("alias", f"n{number}", 1))
     assert seen.done() == set()
@@ -82,7 +82,7 @@ def test_forged_nonces_cost_bounded_memory_and_end_nothing_more() -> None:
 def test_done_means_exactly_enough_distinct_nonces(notices: list[tuple[str, str]], wanted: int) -> None:
     seen = LeaseReads()
     for request_id in "ab":
-        seen.begin(request_id, wanted)
+        seen.hold(request_id, wanted)
     for request_id, nonce in notices:
         seen.record(request_id, ReadDone("alias", nonce, 1))
     expected = {r for r in "ab" if len({nonce for request_id, nonce in notices if request_id == r}) >= wanted}

@@ -20,7 +20,7 @@ SIZE = ReadSize(attention=300, state=40, spared=100)
 
 def begun(deadline: float = 10) -> PendingReads:
     reads = PendingReads(deadline)
-    reads.begin("r", ASKED, HERE, SIZE, now=0)
+    reads.on_ordered("r", ASKED, HERE, SIZE, now=0)
     return reads
 
 
@@ -135,7 +135,7 @@ def test_the_answer_to_an_earlier_reads_probe_does_not_count_for_the_next() -> N
     reads.on_posted("r", now=0)
     ((asked,),) = reads.probes(1).values()
     reads.on_failed("r", 0)
-    reads.begin("r", Question("P", "remote", "nonce-2"), HERE, SIZE, now=2)
+    reads.on_ordered("r", Question("P", "remote", "nonce-2"), HERE, SIZE, now=2)
     reads.on_posted("r", now=2)
     reads.on_verdict(ReadVerdict(asked.nonce, None), now=3)
     assert reads.overdue(3) == []
@@ -156,7 +156,7 @@ def test_waiting_for_the_verdict_is_not_the_reads_fault() -> None:
 def test_the_second_read_is_not_settled_by_the_first_ones_verdict() -> None:
     reads = begun()
     reads.on_failed("r", 0)
-    reads.begin("r", Question("P", "remote", "nonce-2"), HERE, SIZE, now=1)
+    reads.on_ordered("r", Question("P", "remote", "nonce-2"), HERE, SIZE, now=1)
     reads.on_completed(["r"], now=2)
     assert reads.on_verdict(ReadVerdict("nonce-1", Verdict.HELD), now=3) is None
     assert reads.on_verdict(ReadVerdict("nonce-2", Verdict.HELD), now=3) is not None
@@ -165,7 +165,7 @@ def test_the_second_read_is_not_settled_by_the_first_ones_verdict() -> None:
 def test_questions_of_one_peer_go_together() -> None:
     reads = PendingReads(10)
     for name, address in (("a", HERE), ("b", HERE), ("c", ("10.0.0.2", 5600))):
-        reads.begin(name, Question("P", name, "n-" + name), address, SIZE, now=0)
+        reads.on_ordered(name, Question("P", name, "n-" + name), address, SIZE, now=0)
     asked = reads.on_completed(["a", "b", "c"], now=1)
     assert {address: [one.nonce for one in questions] for address, questions in asked.items()} == {
         HERE: ["n-a", "n-b"],

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from connector.peers import FRESH_FOR, MOST_THREADS, ResolvedAddress, Resolver, SocketAddress, look_up
+from connector.peers import FRESH_FOR, MOST_THREADS, ResolvedAddress, Resolver, SocketAddress, resolve_by_system
 
 PATIENCE = 30.0
 
@@ -123,5 +123,5 @@ def test_there_are_only_so_many_threads(server: NameServer) -> None:
 
 
 def test_the_systems_own_look_up() -> None:
-    family, address = look_up("localhost", 7)
+    family, address = resolve_by_system("localhost", 7)
     assert (family, address) == (socket.AF_INET, ("127.0.0.1", 7))

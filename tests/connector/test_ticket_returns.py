@@ -14,7 +14,7 @@ QUESTION = Question("P", "alias", "nonce-1")
 
 def begun(within: float = 30) -> TicketReturns:
     returns = TicketReturns(within)
-    returns.begin(TicketReturn(QUESTION, HERE), now=0)
+    returns.add(TicketReturn(QUESTION, HERE), now=0)
     return returns
 
 
@@ -69,5 +69,5 @@ def test_a_node_that_stays_silent_is_given_up() -> None:
 def test_of_too_many_the_oldest_are_given_up() -> None:
     returns = TicketReturns(30)
     for number in range(MOST_RETURNS + 2):
-        returns.begin(TicketReturn(Question("P", "alias", str(number)), HERE), now=0)
+        returns.add(TicketReturn(Question("P", "alias", str(number)), HERE), now=0)
     assert [one.nonce for one in returns.overdue(0)] == ["0", "1"]

@@ -66,7 +66,7 @@ def test_of_a_node_that_is_down_the_first_line_is_the_pools(
 def test_the_next_outage_is_a_new_one(log: OutageLog, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         log.failed(NODE, REFUSED)
-        log.answered(NODE)
+        log.preflight_succeeded(NODE)
     assert caplog.messages == [FIRST, FIRST]
 
 

@@ -32,7 +32,7 @@ class Source:
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         self.told.append(plan)
 
-    def answered(self, sub_request: SubRequest, real: RealHit) -> None:
+    def learn(self, sub_request: SubRequest, real: RealHit) -> None:
         self.told.append(real)
 
     def reads(self, node: str) -> bool:
@@ -61,5 +61,5 @@ def test_both_hear_of_plans_and_the_estimate_of_what_came_of_them() -> None:
     both = CombinedSource(exact, estimate)
     plan, real = Plan(None, Node("read", "http://r", Role.DECODE)), RealHit(READ, 100, 32)
     both.routed(ASKED, plan)
-    both.answered(ASKED, real)
+    both.learn(ASKED, real)
     assert (exact.told, estimate.told) == ([plan], [plan, real])

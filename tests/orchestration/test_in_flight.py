@@ -164,7 +164,7 @@ async def test_phases_are_shown_in_milliseconds() -> None:
         cluster.clock.advance(seconds)
         record.first.enter(phase, phase)
     told = "plan;dur=500.0, prefill;dur=500.0, handover;dur=125.0, first_token;dur=2125.0"
-    recorder.began(record)
+    recorder.answer_began(record)
     assert record.server_timing() == told
     assert cluster.count("pdproxy_phase_seconds_count", phase="prefill") == 1
     assert cluster.count("pdproxy_phase_seconds_count", phase="decode") == 0

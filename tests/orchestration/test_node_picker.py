@@ -35,11 +35,11 @@ def told(pool: Pool, name: str, leg: Leg = Leg.DECODE) -> list[Verdict]:
 async def test_what_a_request_can_cause_counts_in_full_once_another_node_served_it(
     cluster: FakeCluster, failed: FailedLegs, fault: Fault
 ) -> None:
-    failed.failed(Leg.DECODE, "d0", fault)
-    failed.began(Leg.PREFILL, "p0")
-    failed.ended(Leg.PREFILL, "p0")
+    failed.leg_failed(Leg.DECODE, "d0", fault)
+    failed.leg_began(Leg.PREFILL, "p0")
+    failed.leg_ended(Leg.PREFILL, "p0")
     assert told(cluster.pool, "d0") == [], "a good prefill says nothing about decoding"
-    failed.began(Leg.DECODE, "d1")
+    failed.leg_began(Leg.DECODE, "d1")
     assert told(cluster.pool, "d0") == [Verdict.SERVED]
     assert cluster.pool.view("d0").reason == f"last fault: {fault}"
     failed.close()
@@ -49,17 +49,17 @@ async def test_what_a_request_can_cause_counts_in_full_once_another_node_served_
 async def test_what_breaks_in_the_middle_counts_in_full_once_another_node_ends_it_well(
     cluster: FakeCluster, failed: FailedLegs
 ) -> None:
-    failed.began(Leg.DECODE, "d0")
-    failed.failed(Leg.DECODE, "d0", Fault.RESET, Moment.STREAMING)
-    failed.began(Leg.DECODE, "d1")
+    failed.leg_began(Leg.DECODE, "d0")
+    failed.leg_failed(Leg.DECODE, "d0", Fault.RESET, Moment.STREAMING)
+    failed.leg_began(Leg.DECODE, "d1")
     assert told(cluster.pool, "d0") == [], "it may break there, too"
-    failed.ended(Leg.DECODE, "d1")
+    failed.leg_ended(Leg.DECODE, "d1")
     assert told(cluster.pool, "d0") == [Verdict.SERVED]
 
 
 async def test_what_nobody_served_is_told_at_the_end_and_only_by_half(cluster: FakeCluster, failed: FailedLegs) -> None:
     for name in ("d0", "d1"):
-        failed.failed(Leg.DECODE, name, Fault.ABORTED)
+        failed.leg_failed(Leg.DECODE, name, Fault.ABORTED)
         assert told(cluster.pool, name) == []
     failed.close()
     failed.close()
@@ -70,16 +70,16 @@ async def test_what_nobody_served_is_told_at_the_end_and_only_by_half(cluster: F
 async def test_a_prefill_that_failed_counts_where_a_decode_node_computed_the_prompt(
     cluster: FakeCluster, failed: FailedLegs
 ) -> None:
-    failed.failed(Leg.PREFILL, "p0", Fault.SERVER_ERROR)
-    failed.began(Leg.DECODE, "d0")
+    failed.leg_failed(Leg.PREFILL, "p0", Fault.SERVER_ERROR)
+    failed.leg_began(Leg.DECODE, "d0")
     assert told(cluster.pool, "p0", Leg.PREFILL) == [Verdict.SERVED]
 
 
 async def test_a_fault_does_not_count_where_the_same_node_served_it_later(
     cluster: FakeCluster, failed: FailedLegs
 ) -> None:
-    failed.failed(Leg.DECODE, "d0", Fault.SERVER_ERROR)
-    failed.began(Leg.DECODE, "d0")
+    failed.leg_failed(Leg.DECODE, "d0", Fault.SERVER_ERROR)
+    failed.leg_began(Leg.DECODE, "d0")
     failed.close()
     assert told(cluster.pool, "d0") == []
 
@@ -88,12 +88,12 @@ async def test_what_a_client_caused_never_counts_and_a_refusal_at_once(
     cluster: FakeCluster, failed: FailedLegs
 ) -> None:
     for fault in (Fault.CLIENT_ERROR, Fault.BUSY, Fault.NO_TICKET, Fault.NO_ROUTE):
-        failed.failed(Leg.DECODE, "d0", fault)
-    failed.began(Leg.DECODE, "d1")
+        failed.leg_failed(Leg.DECODE, "d0", fault)
+    failed.leg_began(Leg.DECODE, "d1")
     failed.close()
     assert told(cluster.pool, "d0") == []
     assert failed.excluded == {"d0"}
-    failed.failed(Leg.DECODE, "d1", Fault.REFUSED)
+    failed.leg_failed(Leg.DECODE, "d1", Fault.REFUSED)
     assert told(cluster.pool, "d1") == [Verdict.NODE]
 
 

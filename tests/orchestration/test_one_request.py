@@ -214,10 +214,10 @@ class Fleet:
         self.dice.shuffle(up)
         for name in sorted(up, key=lambda each: each != first)[: 1 + self.retries]:
             if not fails(name):
-                failed.began(Leg.DECODE, name)
-                failed.ended(Leg.DECODE, name)
+                failed.leg_began(Leg.DECODE, name)
+                failed.leg_ended(Leg.DECODE, name)
                 break
-            failed.failed(Leg.DECODE, name, self.dice.choice(IN_DOUBT))
+            failed.leg_failed(Leg.DECODE, name, self.dice.choice(IN_DOUBT))
         failed.close()
 
     def down(self) -> list[str]:

@@ -20,8 +20,8 @@ async def test_the_tokens_of_all_legs_count_and_the_last_leg_tells_those_of_the_
     )
     recorder = Recorder(cluster.context)
     record = recorder.begin(request)
-    record.first.used(Usage(5, 2, 4), Route.DISAGGREGATED)
-    record.first.used(Usage(5, 7, None), None)
+    record.first.leg_used(Usage(5, 2, 4), Route.DISAGGREGATED)
+    record.first.leg_used(Usage(5, 7, None), None)
     assert record.usage() == Usage(5, 7, None)
     for _ in range(2):
         recorder.end(record, Outcome.OK)
@@ -36,8 +36,8 @@ async def test_the_tokens_of_all_legs_count_and_the_last_leg_tells_those_of_the_
 async def test_a_stream_that_moves_keeps_the_route_that_it_began_by() -> None:
     cluster = FakeCluster()
     record = Recorder(cluster.context).begin(cluster.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True)))
-    record.first.answered(Route.DISAGGREGATED, "one")
-    record.first.answered(Route.LOCAL, "another")
+    record.first.answer_began(Route.DISAGGREGATED, "one")
+    record.first.answer_began(Route.LOCAL, "another")
     assert (record.first.route, record.first.cohort) == (Route.DISAGGREGATED, "one")
 
 

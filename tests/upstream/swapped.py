@@ -158,7 +158,7 @@ class Worker(worker.ConnectorWorker):
         if request_id not in self._pending_reads._reads and remote is not None:
             asked = Question(remote.engine_id, str(remote.request_id), f"{request_id:0>16}")
             self._sources[request_id] = ReadSource(MetadataRequest(remote.engine_id, ("host", 1), ()))
-            self._pending_reads.begin(request_id, asked, ("host", 1), ReadSize(), time.monotonic())
+            self._pending_reads.on_ordered(request_id, asked, ("host", 1), ReadSize(), time.monotonic())
             self._pending_reads.on_posted(request_id, time.monotonic())
 
 

@@ -164,7 +164,7 @@ def test_pending_is_reported_when_it_changes() -> None:
 
 def test_a_rank_gives_up_what_still_runs_and_reports_its_end_apart() -> None:
     rank_loads = RankLoads()
-    rank_loads.begin({"r": Load(0, BLOCKS), "done": Load(0, ((4,),)), "other": Load(1, ((5,),))})
+    rank_loads.start({"r": Load(0, BLOCKS), "done": Load(0, ((4,),)), "other": Load(1, ((5,),))})
     rank_loads.finish(["done"])
     assert rank_loads.give_up(["r", "done", "unknown"]) == {"r"}
     assert rank_loads.give_up(["r"]) == set()
@@ -185,7 +185,7 @@ def test_failed_blocks_become_failed_requests_of_the_child_that_reported_them() 
     scheduler = Scheduler()
     scheduler.begin("r")
     rank_loads = RankLoads()
-    rank_loads.begin(scheduler.loads.pop_new())
+    rank_loads.start(scheduler.loads.pop_new())
     rank_loads.on_load_errors(1, {2})
     assert rank_loads.finish(()) == set()
     rank_loads.on_load_errors(0, {9})
