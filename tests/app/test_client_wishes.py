@@ -1,6 +1,5 @@
 """Compressed bodies, pages of other origins, comments while nothing comes, path prefixes."""
 
-import asyncio
 import gzip
 import json
 import socket
@@ -125,14 +124,24 @@ async def test_comments_come_while_a_prefill_takes_long_and_the_stream_after_the
         assert read_answer(Endpoint.CHAT, events).ended
 
 
+async def answered_after_a_comment(proxy: RunningProxy, endpoint: Endpoint) -> bytes:
+    """The body of a stream's answer: its prefill goes on once the first comment is here."""
+    proxy.prefill.stepping.clear()
+    body = {"model": "m", **body_for(endpoint, stream=True)}
+    async with proxy.client.stream("POST", endpoint, json=body) as answer:
+        assert answer.status_code == 200
+        pieces = answer.aiter_raw()
+        first = await anext(pieces)
+        assert first.startswith(b": keep-alive\n\n")
+        proxy.prefill.stepping.set()
+        return first + b"".join([piece async for piece in pieces])
+
+
 async def test_comments_go_on_through_a_retry() -> None:
     async with running_proxy(QUICK) as proxy:
         proxy.prefill.fault = InjectedFault(FaultKind.NO_TICKET, times=1)
-        proxy.prefill.stepping.clear()
-        asyncio.get_running_loop().call_later(0.2, proxy.prefill.stepping.set)
-        answer = await proxy.client.post("/v1/chat/completions", json={**CHAT, "stream": True})
-        assert answer.content.startswith(b": keep-alive\n\n")
-        assert right(Endpoint.CHAT)[:4].encode() in answer.content
+        answer = await answered_after_a_comment(proxy, Endpoint.CHAT)
+        assert right(Endpoint.CHAT)[:4].encode() in answer
 
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))
@@ -142,12 +151,8 @@ async def test_an_error_after_comments_is_the_streams_last_event(endpoint: Endpo
     async with running_proxy(by_load) as proxy:
         for fault in (InjectedFault(FaultKind.STATUS, status=400), InjectedFault(FaultKind.RESET)):
             proxy.decode.fault = fault
-            proxy.prefill.stepping.clear()
-            asyncio.get_running_loop().call_later(0.2, proxy.prefill.stepping.set)
-            body = {"model": "m", **body_for(endpoint, stream=True)}
-            answer = await proxy.client.post(endpoint, json=body)
-            assert answer.status_code == 200
-            events = answer.content.rpartition(b": keep-alive\n\n")[2]
+            answer = await answered_after_a_comment(proxy, endpoint)
+            events = answer.rpartition(b": keep-alive\n\n")[2]
             assert read_answer(endpoint, events).error is not None
 
 
