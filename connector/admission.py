@@ -64,7 +64,7 @@ class _Room:
 
 
 class Admission:
-    """Of one engine. `sizes`: blocks that a sequence takes. `quarantined`: counts the blocks in quarantine."""
+    """The admission of one engine. `sizes`: blocks that a sequence takes. `quarantined`: blocks in quarantine now."""
 
     def __init__(self, sizes: SequenceBlocks, quarantined: Callable[[], int]) -> None:
         self._sizes = sizes

@@ -282,7 +282,7 @@ SECRET_VARIABLE = "PDPROXY_NODE_SECRET"
 
 
 def set_node_secret(environ: MutableMapping[str, str]) -> None:
-    """What this node's API server signs resume orders with, for its engine (`resume_order`).
+    """The secret with which this node's API server signs resume orders for its engine (`resume_order`).
 
     The first process of a node sets it, and all others inherit it. With ticket keys in the environment it is made of
     the first one, so that processes that inherit nothing from each other, but were given the same keys, agree.

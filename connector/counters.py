@@ -1,4 +1,4 @@
-"""What the connector counts, and the table of its metrics. Pure but for a lock; imports no vLLM.
+"""The connector's counters, and the table of its metrics. Pure but for a lock; imports no vLLM.
 
 Every metric is named in `COUNTERS`, `HISTOGRAMS` or `GAUGES`, with its labels. `Counters` collects in the scheduler's
 process and on each worker rank; `stats` drains it into vLLM's pipeline to `/metrics`.
@@ -57,11 +57,11 @@ class ProbeOutcome(StrEnum):
 
 
 class KeyChange(StrEnum):
-    """What came of a look into the file of ticket keys that did not find the same ones."""
+    """The result of a look into the file of ticket keys that did not find the same ones."""
 
     TAKEN = "taken"
     REFUSED = "refused"
-    """It cannot be used: the keys that it held before stay. Counted at each look."""
+    """The file cannot be used: the node keeps the keys that it has. Counted at each look."""
 
 
 _GROUPS = ("attention", "state")
@@ -235,7 +235,7 @@ class Counters:
         self._observe("verify_seconds", seconds)
 
     def capacity(self, capacity: Capacity) -> None:
-        """What this engine's cache holds. `limit="state"` is left out where no group is bounded."""
+        """The capacity of this engine's cache. `limit="state"` is left out where no group is bounded."""
         with self._lock:
             self._gauges["capacity_tokens", ()] = capacity.tokens
             self._gauges["capacity_sequences", ("max_model_len",)] = capacity.admitted
@@ -244,7 +244,7 @@ class Counters:
                 self._gauges["capacity_sequences", ("state",)] = capacity.sequences
 
     def fingerprint(self, parts: Mapping[str, str]) -> None:
-        """What the bytes of this engine's cache depend on, by part; once, when all parts are known."""
+        """The fingerprint of this engine's cache bytes, by part; once, when all parts are known."""
         with self._lock:
             for part, value in parts.items():
                 self._gauges["fingerprint", (part, value)] = 1

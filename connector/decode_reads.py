@@ -53,7 +53,7 @@ class TokenAccounting:
         return len(self._waiting)
 
     def plan(self, request_id: str, entry: PromptTokens) -> None:
-        """What is true if the read or load succeeds; without either it is counted at once."""
+        """Keep the tokens that are right if the read or load succeeds; without either they are counted at once."""
         if entry.pulled or entry.loaded:
             self._waiting[request_id] = entry
         else:

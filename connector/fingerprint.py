@@ -1,4 +1,4 @@
-"""What the bytes of a node's KV cache depend on: named parts with short values, and how two nodes' are compared. Pure.
+"""A node's fingerprint: named parts on which the bytes of its KV cache depend, and how two nodes' are compared. Pure.
 
 A prefill node puts its fingerprint into every ticket. A decode node accepts a ticket only if the fingerprint in it
 equals its own, part for part; a refusal names the parts that differ and what to align (`ADVICE`). What two nodes may

@@ -48,7 +48,7 @@ class ReplayError(Exception):
 
 
 class Output(NamedTuple):
-    """What one choice has in one group."""
+    """The output of one choice in one group."""
 
     choice: int
     token_ids: Sequence[int]
@@ -151,7 +151,7 @@ class Journal:
         self._notes.setdefault(CACHED, tokens)
 
     def commit(self, group: Group) -> bytes:
-        """What to send once the endpoint's code is done with `group`; () before the first and after the last.
+        """The bytes to send once the endpoint's code is done with `group`; () before the first and after the last.
 
         Raises ReplayError.
         """

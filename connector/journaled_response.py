@@ -171,7 +171,7 @@ class JournaledResponse:
 
 
 def group_of(output: RequestOutput) -> list[Output]:
-    """What a record says of one output of the engine client."""
+    """The part of a record that describes one output of the engine client."""
     return [Output(each.index, each.token_ids, each.finish_reason, each.stop_reason) for each in output.outputs]
 
 

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 Group = Literal["attention", "state"]
-"""What a KV-cache group holds: attention grows with the sequence, state (mamba, GDN) is O(1) per request."""
+"""Kinds of KV-cache groups: attention grows with the sequence, state (Mamba, GDN) is O(1) per request."""
 
 
 class LimitedBy(enum.StrEnum):
-    """What runs out first with sequences of `max_model_len`; the value is a label of a metric."""
+    """The resource that sequences of `max_model_len` use up first; the value is a label of a metric."""
 
     ATTENTION = "attention"
     STATE = "state"
@@ -80,7 +80,7 @@ class BoundedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a node holds. A load of `t` tokens in `n` sequences fits while `t / tokens + n / sequences <= 1`, but for
+    """A node's capacity. A load of `t` tokens in `n` sequences fits while `t / tokens + n / sequences <= 1`, but for
     the last block of each sequence.
 
     `tokens`: of attention capacity, were every block given to the growing groups; without any, what `sequences` of
@@ -96,11 +96,11 @@ class Capacity:
 
 
 NO_CAPACITY = Capacity(0, None, 0, LimitedBy.NOTHING)
-"""Of a model that keeps no cache."""
+"""The capacity of a model that keeps no cache."""
 
 
 def capacity(blocks: int, max_model_len: int, groups: Sequence[GrowingGroup | BoundedGroup]) -> Capacity:
-    """What `blocks` usable blocks hold (not counting vLLM's null block), with sequences of at most `max_model_len`.
+    """The capacity of `blocks` usable blocks (without vLLM's null block), with sequences of at most `max_model_len`.
 
     Raises ValueError for a negative number of blocks or a length below one.
     """
@@ -179,7 +179,7 @@ def attention_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 
 
 def footprint(spec: Any, vllm_config: VllmConfig) -> GrowingGroup | BoundedGroup:
-    """What one sequence takes of a group. An unknown kind of group counts as what vLLM reserves for it."""
+    """Blocks that one sequence takes of a group. An unknown kind of group counts as what vLLM reserves for it."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return footprint(next(iter(spec.kv_cache_specs.values())), vllm_config)
     if isinstance(spec, FullAttentionSpec):

@@ -31,7 +31,7 @@ from connector.transfer_params import MOST_READERS
 REMEMBERED_FOR = 600.0
 """Seconds for which an ended lease and a released hand-over id are remembered: longer than any read may take."""
 MOST_REMEMBERED = 65536
-"""Of ended leases, and of hand-over ids."""
+"""The most ended leases that are remembered, and the most hand-over ids."""
 
 
 class LeaseEnd(StrEnum):

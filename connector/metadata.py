@@ -1,4 +1,4 @@
-"""What scheduler and workers send each other in every step; pickled between processes.
+"""Messages between the scheduler and its workers in every step; pickled between processes.
 
 ConnectorMetadata   scheduler → workers   vLLM's own metadata, with our reads, leases, releases and aliases
 WorkerReport        workers → scheduler   from `build_connector_worker_meta`; merged over ranks by vLLM's output
@@ -99,7 +99,7 @@ class ReadEnd:
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What one rank, or after merging all ranks, has to report since the last step.
+    """Reports of one rank, or of all ranks after merging, since the last step.
 
     reads_seen: prefill side: request id → nonce → number of ranks on which all of that nonce's readers
         have given notice.

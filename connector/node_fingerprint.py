@@ -87,7 +87,7 @@ def node_fingerprint(
 
 @dataclass
 class RankPayload(NixlHandshakePayload):
-    """What a rank of this connector publishes: vLLM's payload, and all attention backends (`backends_text`).
+    """A rank's published metadata: vLLM's payload, and all attention backends (`backends_text`).
 
     vLLM names the first layer's backend alone, that of mamba where a model begins with a mamba layer, and makes its
     handshake's hash of it, which a decode node of stock vLLM compares too; that one skips what it does not know.
@@ -97,7 +97,7 @@ class RankPayload(NixlHandshakePayload):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """What a rank's worker tells of itself in vLLM's handshake (`NixlAgentMetadata`), as far as it is used here."""
+    """The part of a worker's handshake (vLLM's `NixlAgentMetadata`) that is used here."""
 
     kv_cache_layout: str
     attn_backend_name: str
@@ -106,7 +106,7 @@ class Published(msgspec.Struct, frozen=True):
 
 
 def model_parts(vllm_config: "VllmConfig") -> dict[str, str]:
-    """What is computed: release, model, its settings and types."""
+    """The parts that say what is computed: release, model, its settings and types."""
     from vllm import __version__ as vllm_version
 
     config = vllm_config.model_config.hf_config.to_dict()
@@ -147,7 +147,7 @@ def speculative_parts(vllm_config: "VllmConfig") -> dict[str, str]:
 
 
 def cache_parts(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> dict[str, str]:
-    """What one block of each group is."""
+    """The parts that describe one block of each group."""
     groups = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
     specs = [spec for group in groups for spec in _members(group)]
     attention = [spec for spec in specs if isinstance(spec, AttentionSpec)]
@@ -188,7 +188,7 @@ def weight_parts(vllm_config: "VllmConfig") -> dict[str, str]:
 
 
 def rank_parts(payloads: Collection[NixlHandshakePayload]) -> dict[str, str]:
-    """What the workers chose. All ranks should agree; where they do not, the part has every value."""
+    """The parts that workers choose. All ranks should agree; where they do not, the part has every value."""
     decode = msgspec.msgpack.Decoder(Published).decode
     ranks = [decode(payload.agent_metadata_bytes) for payload in payloads]
     named = [payload.backends for payload in payloads if isinstance(payload, RankPayload)]

@@ -44,13 +44,13 @@ class ProbeState(Enum):
 
 
 class ProbeHost(Protocol):
-    """What a probe needs of its rank (`worker_base.WorkerBase`)."""
+    """The methods of a rank that a probe uses (`worker_base.WorkerBase`)."""
 
     def probe_request(self, peer: Peer) -> MetadataRequest:
         """Which workers of the engine this rank reads from."""
 
     def probe_step(self, request: MetadataRequest) -> MayRead | NotYet | CannotRead:
-        """What comes next for a read from there; the first step to it is taken."""
+        """Take the first step to a read from there; say what comes next."""
 
     def probe_anew(self, engine_id: str, *, broken: bool) -> None:
         """Ask for the engine's metadata again; where its connection is broken, make another handshake."""
@@ -109,7 +109,7 @@ class PathProbes:
         return {reads.engine_id for reads in self._reads.values()}
 
     def on_metadata(self, engine_id: str, targets: Mapping[Rank, ProbeTarget]) -> None:
-        """What of the engine's memory may be read."""
+        """The engine's memory that may be read is known."""
         if self.probes(engine_id):
             self._targets[engine_id] = targets
 

@@ -49,7 +49,7 @@ class MetadataRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetadata:
-    """What an engine answered: msgpack of vLLM's `NixlHandshakePayload` by rank, all from one run of the node."""
+    """An engine's answer: msgpack of vLLM's `NixlHandshakePayload` by rank, all from one run of the node."""
 
     incarnation: str
     payloads: Mapping[Rank, bytes]
@@ -115,7 +115,7 @@ class PeerEngines:
         self._failed: OrderedDict[MetadataRequest, tuple[float, CannotRead]] = OrderedDict()
 
     def next_step(self, request: MetadataRequest, now: float, *, loaded: bool) -> MayRead | NotYet | CannotRead:
-        """What comes next for a read from this engine at this address."""
+        """The next step before a read from this engine at this address."""
         failure = self.failure(request, now)
         if failure is not None:
             return failure

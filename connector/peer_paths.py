@@ -71,7 +71,7 @@ class Peer:
 
 class _State(StrEnum):
     OPEN = "open"
-    """It was barred, and no read has been verified since."""
+    """The peer was barred, and no read has been verified since."""
     BARRED = "barred"
 
 
@@ -132,7 +132,7 @@ class PeerPaths:
         return path.reason
 
     def why(self, peer: Peer) -> str:
-        """What more is known of the read that barred the peer."""
+        """More about the read that barred the peer."""
         path = self._paths.get(peer)
         return "" if path is None else path.why
 

@@ -131,7 +131,7 @@ class _Peer:
     answered: bool = False
 
     def on_ready(self, keys: Sequence[bytes]) -> QuestionSigner | None:
-        """What signs our messages on this connection; None before the other end's READY."""
+        """The signer of our messages on this connection; None before the other end's READY."""
         if self.signer is None and self.zmtp.peer is not None:
             self.signer = QuestionSigner(keys, self.zmtp.peer.get(PROPERTY, b""), self.challenge)
         return self.signer

@@ -113,7 +113,7 @@ class PendingReads:
         read.stage, read.posted_at, read.last_sign = _Stage.POSTED, now, now
 
     def probes(self, now: float) -> dict[Address, list[Question]]:
-        """What to ask, and where, for a sign of life, for reads that take long; the answer goes to `on_verdict`."""
+        """Questions for a sign of life, by address, for reads that take long; the answer goes to `on_verdict`."""
         asked: dict[Address, list[Question]] = {}
         for request_id, read in self._reads.items():
             under_way = read.stage is _Stage.POSTED and not read.given_up
@@ -175,7 +175,7 @@ class PendingReads:
         return ReadResult(request_id, end, now - read.since, size.spared)
 
     def repeat_questions(self) -> dict[Address, list[Question]]:
-        """What to ask once more, each once; the answers go to `on_verdict`."""
+        """Questions to repeat, each once; the answers go to `on_verdict`."""
         asked, self._to_repeat = self._to_repeat, {}
         return asked
 
@@ -259,7 +259,7 @@ class TicketReturns:
         return late
 
     def due(self, now: float) -> dict[Address, list[Question]]:
-        """What to give back now, and where; the answers go to `on_verdict`."""
+        """Tickets to give back now, by address; the answers go to `on_verdict`."""
         found: dict[Address, list[Question]] = {}
         for each in self._open.values():
             if each.due <= now and not each.asking:

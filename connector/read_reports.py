@@ -1,4 +1,4 @@
-"""What became of a ticket, told in the decode node's own answer to whoever asks for it. Pure.
+"""Reports of what became of a ticket, in the decode node's own answer, for whoever asks. Pure.
 
 A decode leg with `"pdproxy_explain": true` beside its ticket is answered with
 `"kv_transfer_params": {"pdproxy_read": {"cause": CAUSE, "why": TEXT}}`. A proxy's known-answer test asks so: that a
@@ -42,7 +42,7 @@ class ReadReports:
             self._reports[request_id] = _Report()
 
     def note(self, request_id: str, cause: Cause, why: str = "") -> None:
-        """What became of the request's ticket."""
+        """Keep what became of the request's ticket."""
         report = self._reports.get(request_id)
         if report is not None:
             report.cause, report.why = str(cause), why[:LONGEST_WHY]

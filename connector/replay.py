@@ -70,7 +70,7 @@ class ResumedEngine(View):
 
 
 class _ReplayedFirst:
-    """What `AsyncLLM.generate` asks of a `RequestOutputCollector`."""
+    """The part of `RequestOutputCollector` that `AsyncLLM.generate` uses."""
 
     def __init__(self, replayed: deque[RequestOutput], live: RequestOutputCollector) -> None:
         self._replayed = replayed

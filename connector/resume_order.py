@@ -23,7 +23,7 @@ from connector.config import SECRET_VARIABLE, SHORTEST_KEY, ConfigError, set_nod
 from connector.ticket_fields import Refusal, RefusalReason
 
 KEY = "pdproxy_resume"
-"""Of the order in `kv_transfer_params`."""
+"""The key of the order in `kv_transfer_params`."""
 LARGEST_ID = (1 << 31) - 1
 MOST_IDS = 1 << 24
 
@@ -31,7 +31,7 @@ _DOMAIN = b"pdproxy resume order\n"
 
 
 def node_secret(environ: Mapping[str, str]) -> bytes:
-    """What this node's orders are signed with.
+    """The secret that signs this node's orders.
 
     Raises ConfigError where `config.register` has not run, or the operator's own is too short.
     """

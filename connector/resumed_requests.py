@@ -59,7 +59,7 @@ def engine_resumes(vllm_config: "VllmConfig") -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ResumeLimits:
-    """What an order may ask of a node. The API server asks first: there a refusal is an answer, here it ends a stream.
+    """The limits of an order. The API server asks first: there a refusal is an answer, here it ends a stream.
 
     `able`: `engine_resumes`. `thinking_budgets`: V2 counts a request's thinking anew from its tokens; V1 counts it step
     by step, and of tokens that come at once it counts otherwise (so also after its own preemptions). `speculates`:

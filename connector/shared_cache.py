@@ -17,7 +17,7 @@ A node that only prefills, or only decodes, is in no circle: none of this applie
 from __future__ import annotations
 
 SHARE = 0.5
-"""Of a cache's blocks, for what other nodes will read. The rest is for requests that this node answers."""
+"""The share of a cache's blocks for other nodes' reads. The rest is for requests that this node answers."""
 
 
 class SharedCache:

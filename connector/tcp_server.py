@@ -42,7 +42,7 @@ TICK = 1.0
 WINDOW = 0.1
 """Seconds over which a peer's CPU time is limited."""
 SHARE = 0.25
-"""Of a window, that the thread works for one peer: in the scheduler's process it takes its time from the engine's."""
+"""The share of a window that the thread works for one peer: it takes its time from the engine, in the same process."""
 CHUNK = 16384
 BACKLOG = 512
 MOST_ACCEPTED = 64

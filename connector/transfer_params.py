@@ -1,4 +1,4 @@
-"""What one request's `kv_transfer_params` mean on this node: validated once, before vLLM acts on them. Pure.
+"""The meaning of a request's `kv_transfer_params` on this node: validated once, before vLLM acts on them. Pure.
 
 Runs in the scheduler's process, when vLLM announces a request. The fields are described in `nixl_connector`.
 
@@ -69,7 +69,7 @@ Action = ComputeLocally | IssueTicket | ReadTicket | ReleaseHandOver | Refusal
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What the rules need to know of the request itself.
+    """Facts of the request itself that the rules need.
 
     `unsuitable`: why its KV cannot be handed over (embeddings, a session, prompt log-probabilities), or None.
     `expected_tokens`: how many tokens a ticket for it must cover; None for a request that vLLM's API server makes
@@ -89,7 +89,7 @@ class ParamsValidator:
     expected: Expected
 
     def validate(self, raw: Any, facts: RequestFacts) -> Action:
-        """What to do with a request that carries `raw`. Never raises, whatever `raw` is."""
+        """The action for a request that carries `raw`. Never raises, whatever `raw` is."""
         if raw is None or raw == {}:
             return ComputeLocally()
         if not isinstance(raw, dict):

@@ -33,7 +33,7 @@ from connector.peer_engines import EngineMetadata, EngineUnreachable, MetadataRe
 from connector.peers import Address, Peers
 
 MOST_BYTES = 16 * 1024 * 1024
-"""Of the metadata of all ranks of an engine."""
+"""The most bytes of metadata of all ranks of an engine."""
 LONGEST_POLL = 1.0
 """Seconds that the thread waits for sockets at a time."""
 
@@ -109,7 +109,7 @@ class _MetadataExchange:
 
 
 class OpenExchanges:
-    """What was asked and not yet answered. Pure: time is passed in, seconds on one monotonic clock.
+    """Questions that were asked and not yet answered. Pure: time is passed in, seconds on one monotonic clock.
 
     Numbers of messages grow on every connection. Those of a settled metadata request stay known until they are
     answered, or their address is lost: what its other ranks answer late was asked for.
@@ -150,7 +150,7 @@ class OpenExchanges:
         return [write_metadata_question(question) for question in questions]
 
     def on_reply(self, address: Address, reply: Reply) -> list[Result] | None:
-        """What a reply settles; None where it answers nothing that was asked of that address."""
+        """The results that a reply settles; None where it answers nothing that was asked of that address."""
         exchange = self._by_number.get(reply.number)
         if exchange is None or exchange.address != address:
             return None
@@ -167,7 +167,7 @@ class OpenExchanges:
         return [result for exchange in gone for result in self._fail(exchange, why)]
 
     def overdue(self, now: float) -> tuple[list[Result], set[Address]]:
-        """What was not answered in time, and the addresses that were silent."""
+        """Results of questions that were not answered in time, and the addresses that were silent."""
         late = [exchange for exchange in self._open if exchange.due <= now]
         why = f"no answer within {self._metadata_timeout:g} s"
         return [result for each in late for result in self._fail(each, why)], {each.address for each in late}

@@ -63,7 +63,7 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
 """vLLM's `--load-format`s that read ordinary files. The first pattern that matches any file is used
 (`DefaultModelLoader._prepare_weights`)."""
 NO_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
-"""What trainers write beside the weights (`filter_files_not_needed_for_inference`)."""
+"""Files that trainers write beside the weights (`filter_files_not_needed_for_inference`)."""
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 """vLLM loads the first of these that exists (`LoRAModel.from_local_checkpoint`)."""
@@ -153,7 +153,7 @@ def model_folder(source: WeightsSource) -> Path:
 
 
 def _indexed(files: list[Path], folder: Path) -> list[Path]:
-    """Of safetensors files those that the index names, if there is one, as in vLLM (a second copy may lie beside)."""
+    """The safetensors files that the index names, if there is one, as in vLLM (a second copy may lie beside)."""
     consolidated = files[0].name.startswith("consolidated")
     index = folder / ("consolidated.safetensors.index.json" if consolidated else "model.safetensors.index.json")
     if files[0].suffix != ".safetensors" or not index.is_file():

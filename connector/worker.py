@@ -122,7 +122,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
         return results
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """What this step reports to the scheduler; None when there is nothing."""
+        """This step's report to the scheduler; None when there is nothing."""
         report, self._report = self._report, WorkerReport()
         return report or None
 

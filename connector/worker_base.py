@@ -1,4 +1,4 @@
-"""What a rank's worker needs before it reads: a NIXL agent that spares the CPU, and handshakes that never block.
+"""The worker's preparation for reads: a NIXL agent that spares the CPU, and handshakes that never block.
 
 CPU. vLLM's worker pins the thread that runs the model to one core (`preserve_cpu_affinity` undoes it), and NIXL's
 Python API fixes the delay of its progress thread to 0 (`nixl._api.nixl_agent.__init__`, 1.5.1): the thread polls with
@@ -71,9 +71,9 @@ log = logging.getLogger("vllm.pdproxy.worker")
 CPU_PROGRESS_DELAY = 0.1
 """Seconds, on nodes without a GPU. On nodes with one the thread sleeps only if configured: it was not tried there."""
 UNPAIRABLE = (AssertionError, IndexError, KeyError, NotImplementedError, TypeError, ValueError)
-"""What vLLM raises when a ticket's blocks do not fit what this node allocated, or the peer's layout."""
+"""Errors that vLLM raises when a ticket's blocks do not fit what this node allocated, or the peer's layout."""
 INCOMPATIBLE = (*UNPAIRABLE, RuntimeError)
-"""What its handshake raises, besides, when the two nodes' versions, models or settings do not go together."""
+"""Errors of its handshake when the two nodes' versions, models or settings do not go together."""
 
 PROBE_BYTES = 64 * 1024
 """Read by a probe at most: more than a packet of any network, since small ones may pass where large ones are lost."""
@@ -90,7 +90,7 @@ _HANDSHAKE_FAILED = (
 
 
 class LowCpuNixlAgent(NixlWrapper):
-    """What vLLM makes in `NixlBaseConnectorWorker.__init__`, with another delay of the progress thread."""
+    """The agent that `NixlBaseConnectorWorker.__init__` makes, with another delay of the progress thread."""
 
     def __init__(self, threads: int, delay: float) -> None:
         """`threads`: of the UCX backend. `delay`: seconds that the thread sleeps at most, in whole milliseconds."""
@@ -234,7 +234,7 @@ class WorkerBase(NixlPullConnectorWorker):
         return False
 
     def _next_step(self, request: MetadataRequest) -> MayRead | NotYet | CannotRead:
-        """What comes next for something to send to or read from an engine; the first step to it is taken."""
+        """The next step before something is sent to or read from an engine; the first step to it is taken."""
         if not request.ranks:
             return _NO_RANKS
         step = self._peer_engines.next_step(request, time.monotonic(), loaded=self._is_loaded(request.engine_id))
@@ -276,7 +276,7 @@ class WorkerBase(NixlPullConnectorWorker):
         return self._request(peer.engine_id, peer, peer)
 
     def probe_step(self, request: MetadataRequest) -> MayRead | NotYet | CannotRead:
-        """What comes next for a read from there; the first step to it is taken."""
+        """The next step before a read from there; the first step to it is taken."""
         return self._next_step(request)
 
     def probe_anew(self, engine_id: str, *, broken: bool) -> None:
@@ -426,7 +426,7 @@ def _probe_targets(metadata: EngineMetadata) -> dict[Rank, ProbeTarget]:
 
 
 def _nixl_errors() -> tuple[type[Exception], ...]:
-    """What NIXL raises; its classes have nothing in common."""
+    """Errors that NIXL raises; its classes have nothing in common."""
     bindings = vars(sys.modules[NixlWrapper.__module__].nixlBind).values()
     own = (each for each in bindings if isinstance(each, type) and issubclass(each, Exception))
     return (RuntimeError, ValueError, *own)

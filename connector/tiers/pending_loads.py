@@ -77,7 +77,7 @@ def choose(offers: Sequence[Offer], *, shared: int, prompt: int, late: bool) -> 
 
 
 def worth(offer: Offer, shared: int) -> float:
-    """What an offer saves, in weighted tokens; 0 for one that has nothing, or is undecided."""
+    """Weighted tokens that an offer saves; 0 for an offer that has nothing, or is undecided."""
     if not offer.tokens or offer.tokens < 0:
         return 0.0
     return max(0, offer.base + offer.tokens - shared) * offer.weight

@@ -45,7 +45,7 @@ class WeightedMetadata(MultiKVConnectorMetadata):
 
 @dataclass
 class WeightedReport(KVConnectorWorkerMetadata):
-    """What one rank, or after merging all ranks, reports of one step.
+    """Reports of one rank, or of all ranks after merging, of one step.
 
     `children`: their own reports, in vLLM's form; None when no child has one. Ours are request id → number of ranks.
     `stalled`: overdue loads that this rank has given up, and that still run; reported together with their failure.
