@@ -11,7 +11,7 @@ OwnHeaders = Callable[[], Headers]
 
 
 def no_headers() -> Headers:
-    """Of nodes that ask for no credential."""
+    """No headers, for nodes that ask for no credential."""
     return ()
 
 
@@ -50,7 +50,7 @@ def read_secret(path: Path | None, setting: str) -> str:
 
 
 def read_text(path: Path, setting: str) -> str:
-    """What a file holds.
+    """The content of a file.
 
     Raises:
         SettingsError: it cannot be read, or is no UTF-8.

@@ -26,7 +26,7 @@ class Moment(enum.StrEnum):
 
 
 class Step(enum.StrEnum):
-    """What is done next; `_STEPS` has each in words."""
+    """The next thing that is done; `_STEPS` has each in words."""
 
     OTHER_PREFILL = "other_prefill"
     LOCAL = "local"
@@ -66,7 +66,7 @@ class FailureRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RetryOptions:
-    """What is still possible.
+    """The retries that are still possible.
 
     Attributes:
         policy: the operator's.
@@ -192,7 +192,7 @@ LEG_BLAME = {
     Fault.ABORTED: Blame.IN_DOUBT,
     Fault.ERROR_EVENT: Blame.IN_DOUBT,
 }
-"""Of prefill, decode and forward legs. A client can cause each fault that is in doubt on a healthy node: a process that
+"""Blame for prefill, decode and forward legs. A client can cause each fault in doubt on a healthy node: a process that
 dies or drops the connection (RESET), a prompt or a grammar that takes longer than a deadline (HEADERS_TIMEOUT, STALL),
 an exception in a parser (SERVER_ERROR, ERROR_EVENT), an answer that is too long (INVALID_BODY), a stream of beam
 search, which vLLM 0.32 ends without a finish reason (ABORTED). `nodes.outlier` says how many such faults open a
@@ -212,7 +212,7 @@ PROBE_BLAME = {
     Fault.ABORTED: Blame.NO,
     Fault.ERROR_EVENT: Blame.NO,
 }
-"""Of health probes: `health.failures` in a row, and the node is given up. They are the proxy's own requests, so that no
+"""Blame for health probes: `health.failures` in a row, and the node is given up. The proxy itself sends them, so no
 client's request is their cause. BUSY is the proxy's own lack of sockets."""
 
 

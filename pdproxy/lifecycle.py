@@ -30,7 +30,7 @@ class RequestState(enum.StrEnum):
 
 
 class Transition(enum.StrEnum):
-    """What happened."""
+    """Events that move a request from one state to the next."""
 
     PREFILL = "prefill"
     LOCAL = "local"

@@ -24,7 +24,7 @@ PIECE = 1024 * 1024
 MOST_FIELDS = 256
 """Names of one object, each of which costs 200 bytes. A request of vLLM's has a hundred."""
 MOST_ITEMS = 8192
-"""Of a long list that are looked at."""
+"""The most items of a long list that are looked at."""
 TEXT, LIST, OBJECT = b'"[{'
 _MOST_COLONS = 64 * 1024
 _IDS_OF_STEP = 64 * 1024

@@ -28,7 +28,7 @@ class Usage(msgspec.Struct, frozen=True):
     cached: int | None
 
     def recomputed(self, tail_tokens: int) -> bool:
-        """Of a decode leg with a ticket: whether the node computed the prompt all the same.
+        """Whether a decode node with a ticket computed the prompt all the same.
 
         ``tail_tokens``: the most that it computes with a good ticket (`Node.tail_tokens`).
         """

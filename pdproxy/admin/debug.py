@@ -8,7 +8,7 @@ from pdproxy.orchestration.explain import endpoint_named, explain
 from pdproxy.request import Endpoint
 
 MOST_BYTES = 16 * 1024 * 1024
-"""Of a body. It is parsed as a client's would be, which blocks the event loop for as long."""
+"""The longest body. The proxy parses it as it would a client's, which blocks the event loop for as long."""
 
 
 def plan_route(context: OrchestrationContext) -> APIRouter:

@@ -42,7 +42,7 @@ _SET_A_TOKEN = (
 
 
 class KnownHosts:
-    """What ``Host`` may be: any address, localhost, and the names of the settings.
+    """Hosts that ``Host`` may name: any address, localhost, and the names of the settings.
 
     Ports are not compared: port-forwards and published ports change them, and they make no other name.
     """

@@ -1,4 +1,4 @@
-"""What reads nodes' KV events: built, and loaded, where the settings ask for it alone."""
+"""The reader of nodes' KV events: built, and loaded, only where the settings ask for it."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -14,16 +14,16 @@ class Position(enum.StrEnum):
 
     NEXT = "next"
     DUPLICATE = "duplicate"
-    """It was applied already."""
+    """The batch was applied already."""
     GAP = "gap"
     """Others before it are missing."""
     RESTARTED = "restarted"
-    """It is another engine's: this one sent a batch of that number earlier than its last one."""
+    """The batch is of another engine: this one sent a batch of that number earlier than its last one."""
 
 
 @dataclasses.dataclass(slots=True)
 class BatchOrder:
-    """What was applied.
+    """The batches that were applied.
 
     Attributes:
         last: the sequence number of the last batch; -1 before the first.
@@ -53,5 +53,5 @@ class BatchOrder:
         return (sequence, digest) == (self.last, self.digest)
 
     def applied(self, sequence: int, time: float, digest: int) -> None:
-        """It was applied, whatever is missing before it."""
+        """A batch was applied, whatever is missing before it."""
         self.last, self.time, self.digest = sequence, time, digest

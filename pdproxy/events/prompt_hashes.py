@@ -28,14 +28,14 @@ MOST_TOKENS = 1 << 18
 LONG_PROMPT = 4096
 """Tokens from which on a prompt is hashed in a thread: that takes milliseconds, in which streams would stand still."""
 KEPT_OF_SHARE = 0.8
-"""Of the weight of what was found cached of prompts' rests, at each further prompt: the last five count."""
+"""Weight that each further prompt leaves of the share that was found cached of prompts' rests: the last five count."""
 
 
 class TextMemory(Protocol):
     """Remembers by their text what is known of prompts that were tokenized."""
 
     def known(self, sub_request: SubRequest) -> KnownPrefix:
-        """What is known of a prompt."""
+        """The known part of a prompt."""
 
     def tokenized(self, sub_request: SubRequest, tokens: int, hashes: HashesByScheme) -> None:
         """A node tokenized the prompt."""
@@ -56,7 +56,7 @@ class Ids(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptHashes:
-    """What is known of a prompt.
+    """The hashes of a prompt, as far as they are known.
 
     Attributes:
         tokens: in the prompt: about, where its ids are not known.
@@ -84,10 +84,10 @@ class HashFinder:
         self._token_ids = token_ids
         self._load = load
         self._cached_rest = {True: 0.0, False: 1.0}
-        """Of prompts' rests, the share that some place had cached: of those of which something was met, and others."""
+        """The share of prompts' rests that some place had cached: for prompts that had met text, and for others."""
 
     async def known(self, sub_request: SubRequest, schemes: Sequence[SchemeIndex]) -> PromptHashes:
-        """What is known without a node."""
+        """The hashes that are known without asking a node."""
         ids = given_ids(sub_request)
         if ids is not None:
             return await _hashed(ids, schemes, _extras(sub_request.body), Ids.GIVEN)
@@ -120,7 +120,7 @@ class HashFinder:
         return prompt
 
     def was_cached(self, before: PromptHashes, tokens: int, missed: int) -> None:
-        """Of a prompt of so many tokens, some place had so many cached beyond what was known before."""
+        """Some place had so many tokens of such a long prompt cached beyond what was known before."""
         rest, kept = max(1, tokens - before.known), KEPT_OF_SHARE
         share = min(1.0, missed / rest)
         self._cached_rest[before.met > 0] = self._cached_rest[before.met > 0] * kept + share * (1 - kept)

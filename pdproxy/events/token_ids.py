@@ -25,9 +25,9 @@ from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 MOST_AT_ONCE = 64
 """Prompts that may be asked about at once; half of them where no request waits for it."""
 BEHIND_SECONDS = 1.0
-"""What a node may take where no request waits for it."""
+"""Seconds that a node may take where no request waits for it."""
 KEPT_OF_SECONDS = 0.9
-"""Of the weight of what nodes took to render a prompt, at each further one: the last ten count."""
+"""Weight that each further prompt leaves of the seconds that nodes took to render one: the last ten count."""
 SHUT_SECONDS = 60.0
 """For how long a node that cannot render prompts is not asked."""
 _LATE = frozenset({Fault.HEADERS_TIMEOUT, Fault.STALL})
@@ -93,7 +93,7 @@ def _template_arguments(body: Json) -> dict[str, object]:
 
 
 class Waits(enum.Enum):
-    """What waits for a prompt's token ids."""
+    """Who waits for a prompt's token ids."""
 
     PLAN = enum.auto()
     """The request's plan."""

@@ -171,7 +171,7 @@ class Reservation:
         self._size = size
 
     def close(self) -> None:
-        """It holds none any more. Idempotent."""
+        """The reservation holds no room any more. Idempotent."""
         size, self._size = self._size, 0
         if size:
             self._budget.give_back(size)

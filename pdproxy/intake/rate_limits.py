@@ -20,7 +20,7 @@ from pdproxy.request import Headers
 
 
 class TokenBucket:
-    """What is left of a number per minute."""
+    """The rest of a number per minute."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -28,7 +28,7 @@ class TokenBucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """What is left; below 0 for a debt."""
+        """The rest at this moment; below 0 for a debt."""
         full = float(self.per_minute)
         self._level = min(full, self._level + (now - self._at) * full / 60)
         self._at = now
@@ -65,7 +65,7 @@ OUTPUT = _Kind("output_tokens_per_minute", Rejection.OUTPUT_RATE, "tokens", "out
 _KINDS = (REQUESTS, INPUT, OUTPUT)
 
 Buckets = dict[_Kind, TokenBucket]
-"""Of one key; those that it has limits for."""
+"""The buckets of one key, for the limits that it has."""
 
 
 class RateLimits:
@@ -103,7 +103,7 @@ class RateLimits:
 
 
 class RateCharge:
-    """What one request takes of its key's buckets. `settle` it, on every exit."""
+    """The charge of one request to its key's buckets. `settle` it, on every exit."""
 
     def __init__(self, key: str, buckets: Buckets, clock: Clock, metrics: Metrics) -> None:
         self._key = key
@@ -115,12 +115,12 @@ class RateCharge:
         self._answered = self._told = False
 
     def begin(self) -> None:
-        """It has come: one request. Raises as `RateLimits.begin`."""
+        """The request has come: charge one request. Raises as `RateLimits.begin`."""
         self._require({REQUESTS: 1, INPUT: 1, OUTPUT: 1})
         self._take({REQUESTS: 1})
 
     def expect(self, prompt: int, answers: int) -> None:
-        """It will have about so many tokens.
+        """The request will have about so many tokens.
 
         Raises:
             ClientError: 429: they are not left.
@@ -130,7 +130,7 @@ class RateCharge:
         self._take(self._expected)
 
     def answered(self) -> None:
-        """It is being answered: it has cost what was expected, where nothing else is told."""
+        """The request is being answered: it has cost what was expected, unless a node tells otherwise."""
         self._answered = True
 
     def used(self, prompt: int, answers: int) -> None:
@@ -140,12 +140,12 @@ class RateCharge:
         self._used[OUTPUT] += answers
 
     def settle(self) -> None:
-        """It has ended: take what it cost in place of what was expected; nothing where it was not answered."""
+        """The request has ended: charge what it cost in place of what was expected; nothing if it was not answered."""
         if self._told or not self._answered:
             self._take({kind: self._used[kind] - self._expected[kind] for kind in self._used})
 
     def headers(self) -> Headers:
-        """What is left, as OpenAI's API says it; of tokens, for the limit of which the least is left."""
+        """The rest of each limit, as OpenAI's API says it; for tokens, the limit with the smallest rest."""
         now = self._clock.now()
         requests = [self._buckets[REQUESTS]] if REQUESTS in self._buckets else []
         tokens = [bucket for kind, bucket in self._buckets.items() if kind is not REQUESTS]

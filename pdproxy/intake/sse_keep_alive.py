@@ -15,7 +15,7 @@ _HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-contro
 async def answer_with_comments(
     exchange: HttpExchange, answer: Coroutine[None, None, ProxyResponse], seconds: float
 ) -> ProxyResponse:
-    """What ``answer`` returns; while it takes longer than ``seconds``, the head of a stream, and comments, go out.
+    """The response of ``answer``; while it takes longer than ``seconds``, the head of a stream, and comments, go out.
 
     Retries go on meanwhile: a comment is no event, and commits the answer to nothing but being a stream.
     Raises what ``answer`` raises.

@@ -5,9 +5,9 @@ import urllib.parse
 from pdproxy.request import HOP_BY_HOP, Headers
 
 _OF_THIS_EXCHANGE = HOP_BY_HOP | {"content-length", "date", "x-request-id"}
-"""Of the exchange with the node; the one with the client has its own."""
+"""Headers of the exchange with the node; the exchange with the client has its own."""
 _OF_A_SITE = frozenset({"set-cookie", "alt-svc", "strict-transport-security", "server"})
-"""What only a site may say to a browser, or about itself: nodes are none to the client."""
+"""Headers that only a site may send to a browser, or about itself: to the client, nodes are no sites."""
 
 
 def for_client(headers: Headers) -> Headers:

@@ -1,4 +1,4 @@
-"""What planning needs to know of a prompt: about how many tokens it has, whether it holds media, and how it begins.
+"""The outline of a prompt for planning: about how many tokens it has, whether it holds media, and how it begins.
 
 All of it is taken from raw JSON. Values of up to `raw_json.SMALL` bytes are decoded and measured; long ones are gone
 through in steps, and of what they hold at most `MOST_BYTES` are kept. So neither a long prompt nor one of millions of
@@ -46,7 +46,7 @@ LONG_AT_ONCE = 4
 """Long prompts that are read at once."""
 _CONVERSATIONS = ("messages", "input")
 _STEP_BYTES = 128 * 1024
-"""What one step decodes at most: about a millisecond."""
+"""The most bytes that one step decodes: about a millisecond."""
 _ITEM_BYTES = 256
 """To go through an item takes as long as to decode so many bytes."""
 _DEPTH = 5
@@ -55,7 +55,7 @@ is needed: what lies deeper is not looked at."""
 
 
 class PromptFacts(msgspec.Struct, frozen=True):
-    """What planning needs to know of a prompt.
+    """Facts of a prompt that planning needs.
 
     Attributes:
         tokens: about how many: token ids are counted, text goes by its length, media count nothing.
@@ -71,13 +71,13 @@ class PromptFacts(msgspec.Struct, frozen=True):
 
 
 def facts_of(endpoint: Endpoint, body: Json) -> PromptFacts:
-    """What is known of the prompt of a body, found out at once."""
+    """The facts of a body's prompt, found out at once."""
     small = small_facts(endpoint, body)
     return at_once(long_facts(endpoint, body)) if small is None else small
 
 
 def small_facts(endpoint: Endpoint, body: Json) -> PromptFacts | None:
-    """Of a prompt that is decoded to be looked at; None for any other."""
+    """The facts of a prompt that is decoded to be looked at; None for any other."""
     text_bytes, media, most = 0, False, None
     for name in PROMPT_FIELDS:
         if name not in body:
@@ -127,7 +127,7 @@ def _most_tokens(prompt: object) -> int | None:
 
 
 def text_length(value: object) -> int:
-    """Of all texts within, but for media, in UTF-8. No recursion: clients choose the depth."""
+    """Bytes of all texts within a value in UTF-8, without media. No recursion: clients choose the depth."""
     if isinstance(value, str) and value.isascii():
         return len(value)
     length, left = 0, [value]
@@ -171,7 +171,7 @@ class Outliner:
         self.media = False
         self.parts: list[bytes] = []
         self._left = MOST_BYTES
-        """Of the parts, together."""
+        """Bytes of all parts together that are still kept."""
         self._room = MOST_BYTES
         """Bytes of JSON that are decoded and kept until the part that they belong to is made of them."""
 

@@ -156,7 +156,7 @@ def _without(value: object) -> object:
 
 
 def checked_fields(endpoint: Endpoint, body: Json) -> Steps[Mapping[str, Any]]:
-    """What the proxy looks at, by name: see `lax_fields`.
+    """The fields that the proxy looks at, by name: see `lax_fields`.
 
     Raises:
         ClientError: 400 for what is not served here, and for a list of prompts that is none.
@@ -171,7 +171,7 @@ def checked_fields(endpoint: Endpoint, body: Json) -> Steps[Mapping[str, Any]]:
 
 
 def _check_prompts(prompt: object) -> Steps[None]:
-    """Of a list: it must be of token ids, or of prompts. Nodes write an error for each value that is of neither."""
+    """Check a list: it must be of token ids, or of prompts. Nodes write an error for each value that is of neither."""
     if not isinstance(prompt, msgspec.Raw) or first_byte(prompt) != LIST:
         return
     kind = kind_of_items(prompt)
@@ -218,7 +218,7 @@ def split(endpoint: Endpoint, body: Json) -> tuple[dict[str, object], ...]:
 
 
 class _Named(msgspec.Struct):
-    """What is read of a body that goes to one node: nothing of it is made an object."""
+    """The field that is read of a body that goes to one node: nothing else of it is made an object."""
 
     model: msgspec.Raw = msgspec.Raw(b"null")
 

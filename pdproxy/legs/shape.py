@@ -1,4 +1,4 @@
-"""What kind of request a body is, and about how long its prompt. Pure."""
+"""The shape of a request: what kind of answer a body asks for, and about how long its prompt is. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ CLIENT_TOOLS = "function"
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
 """In a response's ``include``: log-probabilities of the output."""
 COMPLETIONS_DEFAULT_TOKENS = 16
-"""What vLLM's completions endpoint allows where ``max_tokens`` is missing or null."""
+"""The tokens that vLLM's completions endpoint allows where ``max_tokens`` is missing or null."""
 _LOOKED_AT = frozenset(
     {
         "logprobs", "truncation", "include",
@@ -36,7 +36,7 @@ class _Typed(msgspec.Struct):
 
 
 _Asked: TypeAlias = Mapping[str, Any]
-"""What of a body is looked at, by name; raw where it is long."""
+"""The fields of a body that are looked at, by name; raw where they are long."""
 _TYPED = msgspec.json.Decoder(_Typed).decode
 
 

@@ -25,7 +25,7 @@ class PromptReader:
         self._places = asyncio.Semaphore(LONG_AT_ONCE)
 
     async def facts(self, endpoint: Endpoint, body: Json) -> PromptFacts:
-        """What is known of the prompt of a body; a long one is gone through in turns with everything else."""
+        """The facts of a body's prompt; a long one is gone through in turns with everything else."""
         small = small_facts(endpoint, body)
         if small is not None:
             return small

@@ -49,7 +49,7 @@ class Reuse:
 
 
 def reuse(node: Node) -> Reuse | None:
-    """Of a node; None where it does not tell the size of its blocks, or where nothing is ever hit."""
+    """How a node reuses its cache; None where it does not tell its block size, or where nothing is ever hit."""
     settings, hashing = node.cache, node.hashing
     if settings is None or hashing is None or not settings.enabled:
         return None

@@ -17,14 +17,14 @@ MINUTE = 60.0
 KEPT, WINDOW = 60, 5
 """Minutes that are kept, and that the busiest time is long."""
 KEPT_OF_PACE = 0.95
-"""Of a sample's weight at each further sample of as many streams: the last twenty count."""
+"""Weight that each further sample of as many streams leaves of a sample: the last twenty count."""
 LEAST_TOKENS = 8
-"""Of an answer that tells how quickly its tokens came."""
+"""The shortest answer, in tokens, that tells how quickly its tokens came."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """What nodes are counted for.
+    """The operator's aims, by which nodes are counted.
 
     Attributes:
         prefill_busy: part of its time for which a prefill node may compute; more lets prompts wait for each other.
@@ -38,7 +38,7 @@ class Wanted:
 
 
 class Limit(enum.StrEnum):
-    """What decode nodes run out of first."""
+    """The resource that decode nodes run out of first."""
 
     CACHE = "cache"
     SPEED = "speed"
@@ -78,7 +78,7 @@ class _Minute:
 
 
 class Demand:
-    """What was asked of nodes during the last hour."""
+    """The work that was asked of nodes during the last hour."""
 
     def __init__(self) -> None:
         self._minutes: dict[int, _Minute] = {}
@@ -98,7 +98,7 @@ class Demand:
             self._pace[size] = known * KEPT_OF_PACE + pace * (1 - KEPT_OF_PACE)
 
     def observed(self, now: float, streams: int, waiting: int, caches: float) -> None:
-        """What decode nodes do at this moment.
+        """Note what decode nodes do at this moment.
 
         Args:
             streams: that run on all of them.

@@ -14,10 +14,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class AfterDrain(enum.Enum):
-    """What becomes of a node once it is drained."""
+    """The fate of a node once it is drained."""
 
     KEEP = "keep"
-    """It stays, DRAINING, until it is removed or rejoins."""
+    """The node stays, DRAINING, until it is removed or rejoins."""
     REMOVE = "remove"
 
 

@@ -86,7 +86,7 @@ class _Tickets:
 
 
 class HandOvers:
-    """What became of tickets, by pair.
+    """Results of tickets, by pair of nodes.
 
     Attributes:
         changed: other pairs than before are barred, since whoever bars them set this to False.
@@ -147,7 +147,7 @@ class HandOvers:
         tickets.explained = True
 
     def not_passed(self, pair: Pair, now: float) -> None:
-        """It did not, or could not be asked."""
+        """The pair did not pass, or could not be asked."""
         tickets = self._tickets.get(pair)
         if tickets is None or tickets.barred is None or tickets.on_trial:
             return
@@ -168,7 +168,7 @@ class HandOvers:
         return {pair: unpassed.why for pair, unpassed in self._barred().items()}
 
     def recent(self, now: float) -> Used:
-        """What became of the tickets of the last `RECENT` minutes, of all pairs."""
+        """Results of the tickets of the last `RECENT` minutes, of all pairs."""
         oldest, found = int(now // 60) - RECENT, Used()
         for tickets in self._tickets.values():
             for minute, used in tickets.minutes.items():

@@ -27,7 +27,7 @@ from pdproxy.nodes.demand import Demand
 
 
 class Work(enum.StrEnum):
-    """What a place does with a prompt."""
+    """Kinds of work that a place does with a prompt."""
 
     PREFILL = "prefill"
     """A prefill node computes its uncached tokens."""
@@ -130,7 +130,7 @@ class _Line:
 
 
 class _Samples(NamedTuple):
-    """What one place's samples of one kind of work took, what the line said, and what it said of the last one."""
+    """Samples of one kind of work at one place: seconds taken, seconds by the line, and those of the last sample."""
 
     took: float = 0.0
     said: float = 0.0
@@ -184,7 +184,7 @@ class PlaceLoad:
         self.keys[key] = self.keys.get(key, 0) + 1
 
     def drop_prompt(self, key: str, tokens: int) -> None:
-        """It is computed, or not to be computed here any more; the same numbers as it came with."""
+        """The prompt is computed, or not to be computed here any more; the same numbers as it came with."""
         self.prompts -= 1
         self.queued -= tokens
         left = self.keys[key] - 1
@@ -218,7 +218,7 @@ _FACTOR = {work: operator.attrgetter(work.value) for work in Work}
 
 
 class Load:
-    """What all places have in common: the lines, how busy they were, and how many nodes the last hour needed.
+    """The facts of all places together: the lines, how busy they were, and how many nodes the last hour needed.
 
     Attributes:
         demand: what was asked of nodes during the last hour.

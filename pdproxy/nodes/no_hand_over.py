@@ -36,7 +36,7 @@ _UNREACHABLE: Mapping[str, str] = MappingProxyType(
         "": "let {d}'s host reach that address and port (firewall, security group, network policy, route)",
     }
 )
-"""What to do where a node cannot be reached, by a word of what the other one says; the first that fits."""
+"""Advice where a node cannot be reached, by a word of what the other one says; the first that fits."""
 _SENTENCES: Mapping[str, str] = MappingProxyType(
     {
         "": "{d} computed the prompt itself though it had a ticket of {p}, to be read at {at}; its log says why",
@@ -93,7 +93,7 @@ class SideChannel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Told:
-    """What a decode node tells of the ticket that it was given. ``cause``: "" where it does not tell."""
+    """A decode node's report of the ticket that it was given. ``cause``: "" where it does not tell."""
 
     cause: str = ""
     why: str = ""
@@ -126,7 +126,7 @@ def sentence(prefill: Node, decode: Node, at: SideChannel, told: Told) -> str:
 
 
 def set_address(prefill: Node) -> str:
-    """What to do about a node whose tickets name its own host as each host names itself."""
+    """Advice for a node whose tickets name its own host as each host names itself."""
     return (
         f"set NODE_ADDRESS on {prefill.name}'s host (outside of Compose VLLM_NIXL_SIDE_CHANNEL_HOST) to the address by"
         " which other hosts reach it"

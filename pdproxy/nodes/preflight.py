@@ -38,7 +38,7 @@ class Preflight:
         self._headers = headers
 
     async def inspect(self, node: Node) -> NodeInfo:
-        """What the node publishes. Only /v1/models must be there; what else is missing is left empty.
+        """Ask a node what it publishes. Only /v1/models must be there; whatever else is missing is left empty.
 
         Raises:
             NodeFault: it cannot be reached, or /v1/models answers with an error.

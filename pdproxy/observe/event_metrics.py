@@ -1,4 +1,4 @@
-"""What is counted of the nodes' KV events and of the prompts' token ids, on an injected registry."""
+"""Metrics of the nodes' KV events and of the prompts' token ids, on an injected registry."""
 
 import time
 from collections import Counter as Totals

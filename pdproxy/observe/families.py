@@ -152,7 +152,7 @@ class Family(Collector, Generic[SeriesT]):
 
     @abc.abstractmethod
     def _family(self, series: Iterable[tuple[tuple[str, ...], SeriesT]] = ()) -> Metric:
-        """What is exported of these series."""
+        """The exported family of these series."""
 
 
 class Counter(Family[CounterSeries]):

@@ -66,12 +66,12 @@ def span_name(endpoint: Endpoint, model: str) -> str:
 
 
 def operation_attributes(endpoint: Endpoint, model: str) -> Attributes:
-    """What the spans of a request and of its legs have in common; ``model`` as the client named it."""
+    """Attributes that the spans of a request and of its legs have in common; ``model`` as the client named it."""
     return {OPERATION: OPERATIONS[endpoint], PROVIDER: VLLM, REQUEST_MODEL: model[:_LONGEST_MODEL]}
 
 
 def request_attributes(body: Json, choices: int, *, stream: bool) -> Attributes:
-    """What a body asks for, as far as it is well-formed: a node has not seen it yet."""
+    """Attributes of what a body asks for, as far as it is well-formed: a node has not seen it yet."""
     found: Attributes = {STREAM: stream}
     if choices != 1:
         found[CHOICE_COUNT] = choices

@@ -40,7 +40,7 @@ class OperatorRefusal(enum.StrEnum):
     FOREIGN_ORIGIN = "foreign_origin"
     """A web page of another origin would change something."""
     NO_TOKEN_SET = "no_token_set"
-    """It would change something, the port is no loopback address, and the settings name no token."""
+    """The call would change something, the port is no loopback address, and the settings name no token."""
 
 
 class Refusal(enum.StrEnum):
@@ -50,7 +50,7 @@ class Refusal(enum.StrEnum):
     """This process has as many files open as it may: the connection waits."""
     TLS = "tls_handshake"
     HTTP = "invalid_http"
-    """What came is no HTTP request, an ambiguous one, or has no end."""
+    """The bytes are no HTTP request, an ambiguous one, or have no end."""
 
 
 class Phase(enum.StrEnum):
@@ -100,10 +100,10 @@ class Task(enum.StrEnum):
 
 
 class SilenceOutcome(enum.StrEnum):
-    """What came of probing a node from whose legs nothing comes."""
+    """The result of probing a node from whose legs nothing comes."""
 
     ANSWERED = "answered"
-    """It runs, or it refused the connection: its legs' deadlines and active health decide, as ever."""
+    """The node runs, or refused the connection: its legs' deadlines and active health decide, as ever."""
     PROGRESSED = "progressed"
     """Something came for a leg after all, or none is left."""
     LATE = "late"
@@ -126,11 +126,11 @@ class WatchedSetting(enum.StrEnum):
 
 
 class FileChange(enum.StrEnum):
-    """What came of a file that changed."""
+    """The result of reading a file that changed."""
 
     TAKEN = "taken"
     REFUSED = "refused"
-    """It cannot be read or used: what it held before stays in use."""
+    """The file cannot be read or used: what it held before stays in use."""
 
 
 class Attempt(enum.StrEnum):
@@ -155,7 +155,7 @@ class Proof(enum.StrEnum):
     PASSED = "passed"
     """The decode node answered with the hand-over as it answers alone."""
     FAILED = "failed"
-    """It answered something else: the same bytes mean different things on the two nodes."""
+    """The node answered something else: the same bytes mean different things on the two nodes."""
     NOT_HANDED_OVER = "not_handed_over"
     """The decode node computed the prompt in spite of its ticket, so that nothing could be compared."""
     UNANSWERED = "unanswered"
@@ -173,13 +173,13 @@ class Affinity(enum.StrEnum):
 
 
 class BatchOutcome(enum.StrEnum):
-    """What became of a batch of KV events."""
+    """The result of a batch of KV events."""
 
     APPLIED = "applied"
     DUPLICATE = "duplicate"
-    """It was applied before: a replay brought it too."""
+    """The batch was applied before: a replay brought it too."""
     JUNK = "junk"
-    """It makes no sense."""
+    """The batch makes no sense."""
 
 
 class CacheEventKind(enum.StrEnum):
@@ -189,11 +189,11 @@ class CacheEventKind(enum.StrEnum):
     REMOVED = "removed"
     CLEARED = "cleared"
     IGNORED = "ignored"
-    """Of an unknown type, or of a cache that the node does not compute with."""
+    """An event of an unknown type, or of a cache that the node does not compute with."""
 
 
 class Replay(enum.StrEnum):
-    """What a replay showed."""
+    """The result of a replay."""
 
     COMPLETE = "complete"
     RESTARTED = "restarted"
@@ -220,7 +220,7 @@ class Known(enum.StrEnum):
     ALL = "all"
     """Everything, from the node's start on."""
     PART = "part"
-    """What was stored since some moment; it may have more."""
+    """Blocks that were stored since some moment are known; the place may have more."""
     NOTHING = "nothing"
 
 
@@ -239,29 +239,29 @@ class LookUp(enum.StrEnum):
 
 
 class IdsOutcome(enum.StrEnum):
-    """What came of asking a node for a prompt's token ids, before its plan or behind it."""
+    """The result of asking a node for a prompt's token ids, before its plan or behind it."""
 
     FETCHED = "fetched"
     """The node rendered the prompt."""
     LATE = "late"
-    """It did not answer in time."""
+    """The node did not answer in time."""
     FAILED = "failed"
     BUSY = "busy"
     """Too many were being asked for, or the node cannot render prompts."""
 
 
 class Prediction(enum.StrEnum):
-    """What a node had cached of a prompt that it computed, against the plan."""
+    """The tokens that a node had cached of a prompt that it computed, against the plan."""
 
     RIGHT = "right"
     """As much, but for a block."""
     LESS = "less"
-    """It has evicted it, restarted, or never had it."""
+    """The node has evicted some, restarted, or never had them."""
     MORE = "more"
 
 
 class SpanOutcome(enum.StrEnum):
-    """What became of a span that was recorded."""
+    """The fate of a span that was recorded."""
 
     SENT = "sent"
     """The collector took it."""

@@ -59,7 +59,7 @@ Value = str | int | float | bool | None
 
 
 class LineFormatter(logging.Formatter):
-    """What both formats have in common."""
+    """The part that both formats have in common."""
 
     def extras(self, record: logging.LogRecord) -> dict[str, object]:
         """The fields behind the message, as they are: those of ``extra`` and those of the trace."""
@@ -69,7 +69,7 @@ class LineFormatter(logging.Formatter):
         return extras
 
     def traceback(self, record: logging.LogRecord) -> str:
-        """What comes last; "" for none."""
+        """The traceback, which comes last; "" for none."""
         trace = self.formatException(record.exc_info) if record.exc_info else ""
         return _cut_middle("\n".join(filter(None, (trace, record.stack_info))))
 

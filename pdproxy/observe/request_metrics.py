@@ -1,4 +1,4 @@
-"""What is counted of each request as its client sees it: latency by model, and what each API key uses.
+"""Metrics of each request as its client sees it: latency by model, and what each API key uses.
 
 Latency has the names of OpenTelemetry's conventions for servers of models, ``gen_ai.server.*``: Prometheus writes dots
 as underscores and adds the unit. Labels are the conventions' attributes, and ``endpoint``: three of the four endpoints
@@ -35,7 +35,7 @@ MOST_MODELS = 256
 
 
 class RequestLabels(NamedTuple):
-    """What all series of one request have in common; ``model`` as `ServedModels.label` gives it."""
+    """Labels that all series of one request have in common; ``model`` as `ServedModels.label` gives it."""
 
     endpoint: Endpoint
     model: str

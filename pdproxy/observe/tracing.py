@@ -26,7 +26,7 @@ from pdproxy.settings.types import OtelExport
 from pdproxy.usage import Usage
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
-"""Of W3C Trace Context."""
+"""The headers of W3C Trace Context."""
 LONGEST_KEPT = 512
 """Characters of a client's words that a span keeps until it is sent; a longer ``tracestate`` may be dropped (W3C)."""
 

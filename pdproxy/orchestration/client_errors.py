@@ -28,7 +28,7 @@ class UpstreamErrorResponse(PdproxyError):
 
 
 StreamError = NodeFault | ClientError | UpstreamErrorResponse
-"""What ends a stream with an error event."""
+"""Errors that end a stream with an error event."""
 
 
 def final_error(leg: Leg, moment: Moment, step: Step, fault: NodeFault) -> ClientError | UpstreamErrorResponse:

@@ -1,4 +1,4 @@
-"""What every part of the orchestration is given: its dependencies, and the operator's deadlines and policy."""
+"""The context of the orchestration: its dependencies, and the operator's deadlines and policy."""
 
 import dataclasses
 import itertools

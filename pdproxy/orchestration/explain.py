@@ -1,4 +1,4 @@
-"""What would be planned for a request, and why: nothing is sent, held or counted."""
+"""The plan that would be made for a request, and why: nothing is sent, held or counted."""
 
 from collections.abc import Iterable
 

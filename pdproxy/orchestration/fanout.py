@@ -65,7 +65,7 @@ class StreamMerge:
         self._first: dict[str, object] = {}
 
     def take(self, prompt: int, piece: bytes) -> bytes:
-        """What the client sees of a piece of one prompt's stream; the stream's end and usage are kept for `ending`."""
+        """The bytes for the client from one prompt's stream; the stream's end and usage are kept for `ending`."""
         framer = self._framers.setdefault(prompt, Framer())
         return b"".join(self._take(prompt, raw) for raw in framer.feed(piece))
 
@@ -117,7 +117,7 @@ class FanOut:
         self._running = len(upstreams)
         self._started = False
         self._ready = b""
-        """What goes out next."""
+        """The bytes that go out next."""
         self.outcome: Outcome | None = None
         """How it ended; None while it goes on."""
 

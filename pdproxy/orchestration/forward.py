@@ -171,7 +171,7 @@ _NO_SUCH_PATH = b'{"detail":"Not Found"}'
 
 
 class Rest(NamedTuple):
-    """What of an answer is still to be passed on: the first piece, which was read already, and those that follow."""
+    """The rest of an answer: the first piece, which was read already, and those that follow."""
 
     status: int
     first: bytes

@@ -62,7 +62,7 @@ class PlannedHits:
     wrong: int = 0
 
     def add(self, prompt_tokens: int, planned: int, real: int, outcome: Prediction) -> None:
-        """Such a prompt was answered."""
+        """A prompt with such numbers of tokens was answered."""
         self.prompts += 1
         self.prompt_tokens += prompt_tokens
         self.planned += planned

@@ -50,7 +50,7 @@ from pdproxy.request import Endpoint, Json, write_json
 from pdproxy.transport.port import HttpRequest
 
 TOKENS = 8
-"""Of an answer that are compared."""
+"""Tokens of an answer that are compared."""
 TOP_LOGPROBS = 20
 """Tokens whose log-probabilities are compared at each position: as many as vLLM gives by default."""
 BUDGET = 120.0

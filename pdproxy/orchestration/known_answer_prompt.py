@@ -29,7 +29,7 @@ UNKNOWN_BLOCK = 512
 """Assumed for nodes that do not report their block size."""
 FEWEST_LINES = 2
 SAMPLE_LINES = 16
-"""Of a list that is tokenized to learn how many tokens a line has."""
+"""Lines of a list that are tokenized to learn how many tokens a line has."""
 _PLAIN_IDS = (8, 250)
 """Ids that any vocabulary has."""
 _ECHO = 24

@@ -18,8 +18,8 @@ from pdproxy.transport.port import Timeouts, Transport
 from pdproxy.usage import read_usage
 
 TIMEOUTS = Timeouts(connect=5.0, headers=50.0, stall=50.0, whole=60.0)
-"""Of each leg. Longer than a node waits for a read (``pdproxy_read_deadline``, 30 s), for then it answers, and tells
-why; and than a node takes for a prompt on a busy host."""
+"""Timeouts of each leg: longer than a node waits for a read (``pdproxy_read_deadline``, 30 s), because the node answers
+then and tells why; and longer than a node takes for a prompt on a busy host."""
 _TINY_PROMPT = (1, 2, 3, 4)
 """Token ids that any vocabulary has; the prefill node drops the last one, so there must be several."""
 
@@ -58,7 +58,7 @@ class HandOverCalls:
     new_id: Callable[[], str] = new_hand_over_id
 
     async def make(self, pair: TestedPair, body: Json, endpoint: Endpoint = Endpoint.COMPLETIONS) -> Json:
-        """What the decode node answers with a ticket of the prefill node.
+        """The decode node's answer to a body with a ticket of the prefill node.
 
         Raises:
             NodeFault: of the decode leg.

@@ -10,7 +10,7 @@ from pdproxy.request import SubRequest
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RealHit:
-    """What the place that computed a prompt said about it, in tokens.
+    """The tokens that the place which computed a prompt had cached, as it said.
 
     Attributes:
         place: the prefill node's, or the decode node's where that computed alone.
@@ -27,7 +27,7 @@ class PrefixSource(Protocol):
     """Knows, or estimates, what places have cached of prompts. Without one, plans are made by load alone."""
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
-        """What is cached of a prompt, and where; None where nothing is known, or it is not worth its cost.
+        """The places that have some of a prompt cached; None where nothing is known, or asking costs too much.
 
         Asked once for each sub-request, before its first plan; retries use the same answer. Never raises.
         """
@@ -36,7 +36,7 @@ class PrefixSource(Protocol):
         """The request goes there. Counts at once: the next look-up sees what these places will have cached."""
 
     def learn(self, sub_request: SubRequest, real: RealHit) -> None:
-        """What the place really had, for a source that can learn from it."""
+        """Learn from what the place really had."""
 
 
 class ExactSource(Protocol):

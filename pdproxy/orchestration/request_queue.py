@@ -42,7 +42,7 @@ Start = Callable[[Standing], bool]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What the operator allows.
+    """The operator's limits.
 
     Attributes:
         concurrency: prompts that run at once.
@@ -102,18 +102,18 @@ class Admission(Queued):
             await self._queue.wait(self, lane(), start)
 
     def used(self, tokens: int) -> None:
-        """It has cost so many tokens, of prompt and answers. One that did not wait was not charged at all."""
+        """The prompt has cost so many tokens, of prompt and answers. One that did not wait was not charged at all."""
         if self.waited:
             self._queue.correct(self, tokens)
 
     def end(self) -> None:
-        """It runs no more. Idempotent."""
+        """The prompt runs no more. Idempotent."""
         if self.runs:
             self.runs = False
             self._queue.ended(self)
 
     def wait_in(self, lane: str, start: Start, since: float) -> None:
-        """It waits from now on."""
+        """The prompt waits from now on."""
         self.lane, self.start, self.since, self.queued = lane, start, since, True
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.error: Exception | None = None
@@ -170,7 +170,7 @@ class RequestQueue:
         return QueueStatus(self._running, self._length, dict(self._waiting), lanes, known)
 
     def without_reserve(self, room: float) -> float:
-        """What keys that run more than their shares may take of some room."""
+        """The part of some room that keys may take which run more than their shares."""
         return room * (1 - self._limits.reserve)
 
     def about_done(self, left: float, takes: float) -> bool:

@@ -64,7 +64,7 @@ class LegUsage(NamedTuple):
 
 
 class FinalError(NamedTuple):
-    """What a request ended with.
+    """The error that a request ended with.
 
     Attributes:
         status: that the client got, or was to get; 200 for a stream that ended in an error event.
@@ -111,7 +111,7 @@ class FailureRecord(msgspec.Struct, eq=False):
         self.node = self.node or node
 
     def facts(self) -> Facts:
-        """What it ended with, the last fault, and all legs that were tried and failed."""
+        """The final error, the last fault, and all legs that were tried and failed."""
         facts: Facts = {}
         if self.error is not None:
             facts |= {"status": self.error.status, "code": self.error.code, "reason": self.error.reason}
@@ -125,7 +125,7 @@ class FailureRecord(msgspec.Struct, eq=False):
 
 
 class PromptRecord(msgspec.Struct, eq=False):
-    """What is known of one prompt of a request.
+    """The record of one prompt of a request.
 
     Its phases follow one another, from the plan on; one that is entered again adds to its time.
 
@@ -211,7 +211,7 @@ class PromptRecord(msgspec.Struct, eq=False):
 
     @property
     def usage(self) -> Usage | None:
-        """What the client is told: the last leg's word counts."""
+        """The usage that the client is told: the last leg's."""
         return self.usages[-1].usage if self.usages else None
 
 
@@ -318,7 +318,7 @@ class AnswerRecord(RequestRecord, kw_only=True):
         return facts
 
     def attributes(self) -> gen_ai.Attributes:
-        """What a span has beside the facts, by the names of the conventions; its routes and its cohort are the first
+        """The span's attributes beside the facts, by the names of the conventions; routes and cohort are the first
         prompt's."""
         found: gen_ai.Attributes = {"pdproxy.cohort": self.first.cohort} if self.first.cohort else {}
         for name, values in (
@@ -334,7 +334,7 @@ class AnswerRecord(RequestRecord, kw_only=True):
 
 
 def _move_facts(moves: Sequence[StreamMove]) -> Facts:
-    """Of streams that went on at other nodes: how often, how, and the longest stall."""
+    """Facts of streams that went on at other nodes: how often, how, and the longest stall."""
     ways = "+".join(dict.fromkeys(each.move.value for each in moves))
     stall = max(each.stall for each in moves)
     return {"moves": len(moves), "moved": ways, "stall_ms": round(stall * 1000, 1)}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 DEFAULT_SEED = "vllm-none-hash"
-"""Of vLLM's root hash where the node's environment has no PYTHONHASHSEED; else that."""
+"""The seed of vLLM's root hash where the node's environment has no PYTHONHASHSEED; else that."""
 _DIGEST = 32
 _LOW = 8
 _LOW_BITS = (1 << 8 * _LOW) - 1
@@ -88,7 +88,7 @@ class MediaItem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PromptExtras:
-    """What makes equal tokens mean something else. `media`: by offset, without overlaps."""
+    """Things that make equal tokens mean something else. `media`: by offset, without overlaps."""
 
     salt: str | None = None
     lora: Lora | None = None

@@ -1,4 +1,4 @@
-"""What a place says of its cache: vLLM's KV events without what the index needs not. Pure values.
+"""Events of a place's cache: vLLM's KV events without what the index needs not. Pure values.
 
 The field each one is made from is a field of vLLM's event of the same name (`vllm/distributed/kv_events.py`):
 `BlockStored`, `BlockRemoved`, `AllBlocksCleared`. Hashes are the low 64 bits of a block's hash
@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 
 class GroupKind(enum.StrEnum):
-    """What a KV-cache group keeps."""
+    """Kinds of KV-cache groups."""
 
     ATTENTION = "attention"
     """Keys and values of every token: a prefix is there when each of its blocks is."""

@@ -1,4 +1,4 @@
-"""What places have cached of one prompt: values that plans are made from. Pure."""
+"""The values that say what places have cached of one prompt. Plans are made from them. Pure."""
 
 import enum
 from collections.abc import Mapping
@@ -39,11 +39,11 @@ class HitSource(enum.StrEnum):
     EVENTS = "events"
     """The nodes' own KV events."""
     APPROXIMATION = "approximation"
-    """What this proxy sent where: nodes may have evicted it, and others may have sent more."""
+    """The hits are guessed from what this proxy sent: nodes may have evicted it, and others may have sent more."""
 
 
 class PromptHits(msgspec.Struct, frozen=True):
-    """What is cached of one prompt, and where.
+    """The places that have some of one prompt cached, and how much.
 
     Attributes:
         tokens: in the prompt; an estimate where its token ids are not known.

@@ -1,4 +1,4 @@
-"""What every place has cached, from the places' own events: how much of a prompt a place need not compute. Pure.
+"""The index of what every place has cached, from the places' own events: how much a place need not compute. Pure.
 
 The rules are those by which vLLM's scheduler looks a prompt up (`vllm/v1/core/kv_cache_coordinator.py`, 0.32), which
 `tests/vllm_compat/test_prefix_index.py` compares with vLLM itself:
@@ -39,7 +39,7 @@ _MOST_GROUPS = 256
 
 @dataclasses.dataclass(slots=True)
 class IndexCounts:
-    """What went otherwise than a faithful stream of events goes.
+    """Counts of whatever a faithful stream of events would not do.
 
     Attributes:
         unknown_removes: blocks that a place removed and was not known to hold: usual for one not known from its start.
@@ -63,7 +63,7 @@ class _Record:
 
 
 class _Expectation(NamedTuple):
-    """What to take back when its time is up; `number` keeps the rest from being compared."""
+    """An expectation to take back when its time is up; `number` keeps the rest from being compared."""
 
     until: float
     number: int
@@ -154,7 +154,7 @@ class PrefixIndex:
         heapq.heappush(self._expectations, _Expectation(until, next(self._numbers), place, record, expected))
 
     def after_prefill(self, tokens: int) -> Hit:
-        """What a place will have of a prompt of so many tokens that it computes, for prompts that begin with it.
+        """The tokens that a place will have of a prompt of so many that it computes, for prompts that begin with it.
 
         vLLM keeps every whole block and, with a unit finer than a block, the last unit before the prompt's end; and one
         state, at the last boundary before the end, a unit earlier with EAGLE and MTP. It keeps more states with
@@ -165,7 +165,7 @@ class PrefixIndex:
         return Hit(attention=max(tokens // block * block, last), resume=max(last - self._drop, 0))
 
     def look_up(self, hashes: Sequence[int], tokens: int, now: float) -> Mapping[Place, Hit]:
-        """What each place has of a prompt of `tokens` tokens; places that have nothing of it are left out.
+        """The hits of each place for a prompt of `tokens` tokens; places that have nothing of it are left out.
 
         `hashes`: by `PromptHasher` of this index's scheme. `now`: on the clock of the times given to `expect`.
         """
@@ -211,7 +211,7 @@ class PrefixIndex:
             self.counts.unknown_removes += len(event.hashes)
 
     def _record(self, place: Place) -> _Record:
-        """Of a place; made where there is none."""
+        """The record of a place; made where there is none."""
         record = self._records.get(place)
         if record is None:
             if None not in self._places:

@@ -43,7 +43,7 @@ W = TypeVar("W", bound=Queued)
 
 
 class _Flow(Generic[W]):
-    """What waits of one key at one priority, in order of arrival.
+    """The waiting prompts of one key at one priority, in order of arrival.
 
     ``start``: of its first request, in virtual time; ``token``: of its one valid item on the heap, -1 for none.
     """
@@ -84,7 +84,7 @@ class FairQueue(Generic[W]):
         return self._length
 
     def push(self, entry: W) -> None:
-        """It waits from now on."""
+        """The prompt waits from now on."""
         level = self._levels.setdefault(entry.priority, _Level())
         flow = level.flows.setdefault(entry.key, _Flow())
         if not flow.entries:
@@ -122,7 +122,7 @@ class FairQueue(Generic[W]):
         return found
 
     def served(self, entry: W, weight: float = 1.0) -> None:
-        """It goes: it waits no more, and its key's share is charged."""
+        """The prompt goes: it waits no more, and its key's share is charged."""
         level = self._levels[entry.priority]
         flow = level.flows[entry.key]
         level.virtual_time = max(level.virtual_time, flow.start)
@@ -142,7 +142,7 @@ class FairQueue(Generic[W]):
                 self._compact()
 
     def remove(self, entry: W) -> None:
-        """It waits no more; nothing is charged. Of no effect where it does not wait."""
+        """The prompt waits no more; nothing is charged. No effect if it does not wait."""
         level = self._levels.get(entry.priority)
         flow = None if level is None else level.flows.get(entry.key)
         if level is None or flow is None or entry not in flow.entries:
@@ -157,7 +157,7 @@ class FairQueue(Generic[W]):
         self._compact()
 
     def newest(self, key: str) -> W | None:
-        """Of what waits of a key, the last that came of the least urgent; None where nothing of it waits."""
+        """The last arrival of the key's least urgent prompts; None where no prompt of the key waits."""
         there = [
             (priority, level.flows[key])
             for priority, level in self._levels.items()

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from pdproxy.planning.block_hashes import HashScheme
 
 HashesByScheme: TypeAlias = Mapping[HashScheme, Sequence[int]]
-"""Of one prompt: a hash for each whole unit of each scheme."""
+"""The hashes of one prompt: one for each whole unit of each scheme."""
 MOST_HASHES = 1 << 20
 """Kept of all prompts: 8 MiB, of prompts with 16 million tokens where a hash is made of 16."""
 _OVERHEAD = 64
@@ -45,7 +45,7 @@ class Rendering:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownPrefix:
-    """What is known of a prompt by its text.
+    """The part of a prompt that is known by its text.
 
     Attributes:
         prompt: about how many tokens it has; exactly, where all of it is known.

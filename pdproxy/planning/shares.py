@@ -1,4 +1,4 @@
-"""What each API key may have, what it has running, and which keys run more than their share. Pure: times are passed in.
+"""Shares of API keys: what each may have and has running, and which run more than their share. Pure: times are given.
 
 The order in which prompts leave the queue (`planning.queue`) is fair among those that wait, but what runs on nodes
 cannot be taken back: a key that asked for everything before another one came would keep it. So while several keys
@@ -18,7 +18,7 @@ PRESENT_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What keys of one name may have, all together. None: no limit.
+    """Limits of all requests of one key together. None: no limit.
 
     Attributes:
         weight: of its share, against the other keys' weights.
@@ -76,13 +76,13 @@ class Standing(enum.IntEnum):
     WITHIN = 0
     """One more prompt of its usual size is within its share too, or nobody else asks, or it runs nothing."""
     FULL = 1
-    """It runs at most its share, and one more would be more than that."""
+    """The key runs at most its share, and one more would be more than that."""
     OVER = 2
-    """It runs more than its share."""
+    """The key runs more than its share."""
 
 
 class KeyShares:
-    """What runs of each key, and the keys that ask. Every change is O(1).
+    """The running prompts of each key, and the keys that ask. Every change is O(1).
 
     A key's share is its weight against the weights of all keys that have asked lately. What it runs is counted in
     tokens, as its prompts' costs in the queue are.
@@ -98,7 +98,7 @@ class KeyShares:
         self._running: dict[str, int] = {}
         self._total = 0.0
         self._weights = (-1, -1, 0.0)
-        """Of all keys that ask, and for which changes of limits and of keys that is."""
+        """The sum of the weights of all keys that ask, and the changes of limits and of keys for which it holds."""
         self._joined = 0
 
     def running(self, key: str) -> int:
@@ -136,7 +136,7 @@ class KeyShares:
         self._total += cost
 
     def ended(self, key: str, cost: float) -> None:
-        """It runs no more; the same cost as it began with."""
+        """The prompt runs no more; the same cost as it began with."""
         self._total -= cost
         if self._running[key] > 1:
             self._running[key] -= 1

@@ -16,7 +16,7 @@ IDS = 128
 
 
 Piece = bytes | tuple[int, ...]
-"""Of a prompt: text, or token ids."""
+"""A piece of a prompt: text, or token ids."""
 
 
 class Chain(msgspec.Struct, frozen=True):

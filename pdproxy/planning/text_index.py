@@ -1,4 +1,4 @@
-"""What places may have cached, by what was sent to them: for nodes that publish no KV events. Pure: times are given.
+"""An estimate of what places have cached, by what was sent to them: for nodes without KV events. Pure: times are given.
 
 A prompt is a chain of marks (`text_chain`). A place that was sent a prompt is taken to have the attention blocks up to
 each of its marks. It has states, as vLLM 0.32 keeps them, where a prompt ended, and where a prompt parts from what the
@@ -36,23 +36,23 @@ BYTES_PER_TOKEN = 4.0
 MOST_TAILS = 4
 """Lengths that are remembered of the pieces with which prompts ended after one mark; the last ones."""
 SURE = 0.9
-"""Of the tokens that a text within a prompt is estimated to have, those that it surely has."""
+"""The share of the tokens that a text within a prompt is estimated to have, which it surely has."""
 MOST_ENDING = 64
 """Tokens at a prompt's end that may not be there any more in a prompt that goes on from it, as of a template that asks
 for an answer in other words than it shows one. What differs by more was not rendered as before."""
 _KEPT = 0.98
-"""Of an answer's weight in the number of bytes to a token, at each further answer."""
+"""Weight that each further answer leaves of an answer in the number of bytes to a token."""
 
 
 class Keeps(enum.Enum):
-    """What states a place keeps of a prompt that it is sent."""
+    """The states that a place keeps of a prompt that it is sent."""
 
     ALL = enum.auto()
-    """It computes the prompt: one at its end, and one where it parts from what the place met before."""
+    """The place computes the prompt: it keeps a state at its end, and one where it parts from earlier prompts."""
     END = enum.auto()
-    """It takes the prompt over, with a state that can be resumed from."""
+    """The place takes the prompt over, with a state that can be resumed from."""
     NONE = enum.auto()
-    """It takes the prompt over, and keeps no state."""
+    """The place takes the prompt over, and keeps no state."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,7 +162,7 @@ class TextIndex:
         sums[:] = sums[0] * _KEPT + chain.ends[-1], sums[1] * _KEPT + tokens
 
     def known(self, chain: Chain) -> KnownPrefix:
-        """What the hashes of prompts that were tokenized tell of this one."""
+        """The part of a prompt that the hashes of tokenized prompts tell."""
         last = self._known(chain)
         prompt, met = self.tokens(chain), self.tokens(chain, last)
         end, rendering = self._last_rendered(chain)

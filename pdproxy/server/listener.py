@@ -24,7 +24,7 @@ _GONE = frozenset({errno.ECONNABORTED, errno.EPROTO, errno.EPERM})
 
 
 class Listener:
-    """Of one socket that listens, from `open` to `close`.
+    """One socket that listens, from `open` to `close`.
 
     Args:
         bound: closed by `close`.

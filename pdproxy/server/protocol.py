@@ -271,7 +271,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _withdraw_exchange(self) -> None:
-        """It refers to the scope, which refers to it: a cycle for the garbage collector."""
+        """Break the cycle between exchange and scope, which refer to each other, for the garbage collector."""
         if self.cycle is not None:
             self.scope["extensions"] = {}
 

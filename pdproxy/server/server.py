@@ -42,7 +42,7 @@ AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message
 
 
 def http_config(settings: Settings, app: AsgiApp, grace: float, on_refused: OnRefused, **tls: object) -> uvicorn.Config:
-    """Of a port, with the limits of the settings.
+    """The configuration of a port, with the limits of the settings.
 
     ``grace``: seconds for running requests to end. ``on_refused``: told of connections that come to nothing.
     """
@@ -217,7 +217,7 @@ def raise_file_limit() -> None:
 
 
 def tune_collector() -> None:
-    """What was built by now lives as long as the process: the collector need not scan it again (`make bench`).
+    """Take whatever was built by now out of the collector's scans: it lives as long as the process (`make bench`).
 
     Of a hundred thousand objects some hundred could be freed: to look for them would take a tenth of the start.
     """

@@ -1,1 +1,1 @@
-"""What an operator decides: read once, at start, from a YAML file, the environment and flags (`load`)."""
+"""An operator's settings: read once, at start, from a YAML file, the environment and flags (`load`)."""

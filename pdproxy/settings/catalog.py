@@ -50,13 +50,13 @@ class Setting:
 
     @property
     def description(self) -> str:
-        """What it is for: the text below its field."""
+        """The description: the text below its field."""
         kind = sections()[self.section] if self.section else ConfiguredNode
         return descriptions()[kind.__name__, self.name]
 
     @property
     def takes(self) -> str:
-        """What it takes, in words: "a number of seconds above 0"."""
+        """The values that the setting takes, in words: "a number of seconds above 0"."""
         if isinstance(self.field.annotation, type) and issubclass(self.field.annotation, OneOf):
             return "one of " + ", ".join(self.field.annotation)
         words = next((each.words for each in self.field.metadata if isinstance(each, Takes)), "")
@@ -100,7 +100,7 @@ def node_settings() -> tuple[Setting, ...]:
 
 
 def unit_of(field: FieldInfo) -> str:
-    """What a number counts; "" for everything else."""
+    """The unit of a number; "" for everything else."""
     return next((each.unit for each in field.metadata if isinstance(each, Quantity)), "")
 
 

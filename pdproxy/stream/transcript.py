@@ -1,4 +1,4 @@
-"""What a client has of a streamed answer so far, and what of each further event it may see. Pure.
+"""The transcript of a streamed answer: what the client has, and what of each further event it may see. Pure.
 
 Of an event only the beginning of output, the end, and errors are noticed. Bytes are passed on untouched where nothing
 has to be taken out or corrected. Why ``find`` and not ``in``: see `chunks`.
@@ -35,7 +35,7 @@ _NOT_FINISHED = b'"finish_reason":null'
 
 
 class Checkpoint(NamedTuple):
-    """What `Transcript.rollback` restores."""
+    """The state that `Transcript.rollback` restores."""
 
     started: bool
     ended: bool
@@ -59,7 +59,7 @@ class Transcript:
         """Why choices ended, in the order in which they did; of a response its final status."""
         self._finishes = 0
         self._head: Json | None = None
-        """Of completions and chat: what every event repeats, once there was one."""
+        """The fields that every event repeats, of completions and chat, once there was one."""
         self._adopts = False
         """The answer was asked for anew after its first event: what comes becomes a part of the one that began."""
 
@@ -93,7 +93,7 @@ class Transcript:
         return DONE_EVENT if self.endpoint in CHUNKED else b""
 
     def take(self, event: Event) -> bytes:
-        """What the client sees of an event, read by `chunks.short_event_of`; empty where nothing.
+        """The bytes of an event that the client sees, read by `chunks.short_event_of`; empty where nothing.
 
         Raises:
             NodeFault: an error that the node reports, its JSON in ``body``, its code in ``status``: CLIENT_ERROR for a

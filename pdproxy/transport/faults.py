@@ -19,17 +19,17 @@ import httptools
 from pdproxy.errors import Fault, NodeFault
 
 CONNECTING: tuple[type[Exception], ...] = (OSError, UnicodeError)
-"""What `create_connection` raises: `TimeoutError`, `socket.gaierror` and `ssl.SSLError` are OSErrors."""
+"""Errors of `create_connection`: `TimeoutError`, `socket.gaierror` and `ssl.SSLError` are OSErrors."""
 
 _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Too many open files, or no memory: no node could be reached."""
 
 PARSING: tuple[type[Exception], ...] = (httptools.HttpParserError, httptools.HttpParserUpgrade)
-"""What `feed_data` raises."""
+"""Errors of `feed_data`."""
 
 
 class ProtocolError(Exception):
-    """What came on a connection is not an HTTP/1.1 response that is accepted."""
+    """The bytes on a connection are not an HTTP/1.1 response that is accepted."""
 
 
 def while_connecting(error: Exception, where: str) -> NodeFault:

@@ -43,7 +43,7 @@ class TracedTransport:
         await self.inner.aclose()
 
     async def _send_leg(self, span: trace.Span, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
-        """What fails is recorded by the leg, which also ends the span."""
+        """Send the leg; the leg records its own failures, and ends the span."""
         span.set_attributes(_attributes(request.method, request.url))
         response = await self.inner.send(_traced(request, span), timeouts)
         span.set_attribute("http.response.status_code", response.status)

@@ -37,12 +37,12 @@ _KEEP_ALIVE = (
 
 
 class SocketType(enum.StrEnum):
-    """What we are to the peer."""
+    """Our role towards the peer."""
 
     SUB = "SUB"
-    """Of a PUB socket: it sends what was published since we subscribed."""
+    """The role beside a PUB socket: it sends what was published since we subscribed."""
     DEALER = "DEALER"
-    """Of a ROUTER socket: it answers what we send."""
+    """The role beside a ROUTER socket: it answers what we send."""
 
 
 class ZmtpConnection:

@@ -24,7 +24,7 @@ class Resolver(Protocol):
 
 
 class SystemResolver:
-    """What this machine is configured to use.
+    """The resolver that this machine is configured to use.
 
     Addresses are looked up by the system itself, which alone knows /etc/hosts and nsswitch.conf. It has no call for SRV
     records: dnspython asks the configured name servers for those, each within the search domains.

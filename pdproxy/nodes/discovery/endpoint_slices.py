@@ -15,7 +15,7 @@ Address = tuple[str, int]
 
 
 class _Addresses(NamedTuple):
-    """Of one slice. ``terminating``: those that still serve, and are not ready."""
+    """Addresses of one slice. ``terminating``: those that still serve, and are not ready."""
 
     ready: frozenset[Address] = frozenset()
     terminating: frozenset[Address] = frozenset()
@@ -65,7 +65,7 @@ class EndpointSlices:
         return tuple(sorted(self._ready()))
 
     def terminating(self) -> tuple[Address, ...]:
-        """Of every endpoint that terminates, still serves, and is ready in no slice, sorted."""
+        """Addresses of every endpoint that terminates, still serves, and is ready in no slice, sorted."""
         going = {address for addresses in self._addresses.values() for address in addresses.terminating}
         return tuple(sorted(going - self._ready()))
 

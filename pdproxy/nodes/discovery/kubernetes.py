@@ -33,7 +33,7 @@ _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 30.0
 _GONE = 410
 _GARBLED = (ValueError, AttributeError)
-"""What lightkube raises for an answer of another shape; AttributeError for an event without metadata."""
+"""Errors of lightkube for an answer of another shape; AttributeError for an event without metadata."""
 _TROUBLE = (httpx2.HTTPError, lightkube.ConfigError, Lost, *_GARBLED)
 """ConfigError: the token's file is gone."""
 
