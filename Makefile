@@ -9,7 +9,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo images test lint unit tooling unit-connector unit-proxy soak e2e test-long test-python test-upstream test-differential fuzz bench bench-engines bench-plan record generate lock clean
+.PHONY: help env demo images test lint unit tooling unit-connector unit-proxy soak e2e test-long test-python test-upstream test-differential fuzz bench bench-engines bench-plan record generate release lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -112,8 +112,11 @@ record: env ## run the tests behind docs/tested.md on each tested vLLM, and note
 generate: env ## write what is made of something else: the settings' page and schema, the dashboard, the chart's copies
 	$(RUN) -m deploy.generate
 
+release: ## write VERSION=1.2.0 into all places and the changelog, commit, and tag; pushing the tag publishes
+	$(RUN) -m deploy.release prepare $(VERSION)
+
 # To renew: make a new environment with
-#   pip install 'torch==2.13.0+cpu' -e '.[cpu,dev,otel]'   (torch from PyTorch's CPU index)
+#   pip install 'torch==2.13.0+cpu' -e '.[dev,kubernetes,otel]' -e './connector[cpu]'   (torch from PyTorch's CPU index)
 #   pip uninstall -y torchvision torchaudio torchcodec     (CUDA builds; a text model needs none of them)
 # run `make test` in it, and then:
 lock: ## write requirements/*.txt from what is installed in .venv

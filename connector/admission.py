@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from connector.kv_groups import SequenceBlocks
+from .kv_groups import SequenceBlocks
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -14,8 +14,8 @@ import os
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from connector.config import NODE_ID
-from connector.liveness import SOCKETS, answers, listening
+from .config import NODE_ID
+from .liveness import SOCKETS, answers, listening
 
 ROUTE = "/v1/pdproxy/alive"
 PATIENCE = 10.0

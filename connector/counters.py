@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from connector.leases import LeaseEnd
-from connector.messages import QuestionRefusal
-from connector.tcp_server import CloseReason
-from connector.ticket_fields import RefusalReason
+from .leases import LeaseEnd
+from .messages import QuestionRefusal
+from .tcp_server import CloseReason
+from .ticket_fields import RefusalReason
 
 if TYPE_CHECKING:
-    from connector.kv_groups import Capacity, Group
+    from .kv_groups import Capacity, Group
 
 
 class ReadOutcome(StrEnum):

@@ -22,7 +22,7 @@ import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from connector.vllm_version import require_tested
+from .vllm_version import require_tested
 
 if TYPE_CHECKING:
     from collections.abc import Callable

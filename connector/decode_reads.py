@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from connector.counters import Counters, ReadOutcome
-from connector.kv_groups import Group
-from connector.metadata import ReadEnd, ReadOrder, WorkerReport
-from connector.ticket import Ticket
+from .counters import Counters, ReadOutcome
+from .kv_groups import Group
+from .metadata import ReadEnd, ReadOrder, WorkerReport
+from .ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)

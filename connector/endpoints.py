@@ -19,14 +19,14 @@ from fastapi.responses import JSONResponse
 from starlette.routing import Route
 from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
 
-from connector import alive_route
-from connector.config import ENDPOINT_PLUGIN, ConfigError
-from connector.fingerprint import NONE
-from connector.node_fingerprint import tokenizer_source
-from connector.resume_order import node_secret
-from connector.streams import HANDLERS, PREFIX, StreamRoute
-from connector.tokenizer_files import ChatArguments, chat_template_part
-from connector.vllm_version import require_tested
+from . import alive_route
+from .config import ENDPOINT_PLUGIN, ConfigError
+from .fingerprint import NONE
+from .node_fingerprint import tokenizer_source
+from .resume_order import node_secret
+from .streams import HANDLERS, PREFIX, StreamRoute
+from .tokenizer_files import ChatArguments, chat_template_part
+from .vllm_version import require_tested
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -18,7 +18,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from connector.ticket_fields import RefusalReason, RefusedError
+from .ticket_fields import RefusalReason, RefusedError
 
 MOST_PARTS = 64
 LONGEST_VALUE = 128

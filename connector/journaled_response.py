@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from connector.journal import BadRecordsError, Group, Journal, Output, Record
-from connector.replay import GROUPS_AT_ONCE, ResumedEngine, View, check
-from connector.resume_order import KEY
-from connector.resumed_requests import ResumeLimits
+from .journal import BadRecordsError, Group, Journal, Output, Record
+from .replay import GROUPS_AT_ONCE, ResumedEngine, View, check
+from .resume_order import KEY
+from .resumed_requests import ResumeLimits
 
 if TYPE_CHECKING:
     from starlette.types import Message, Send

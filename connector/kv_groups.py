@@ -28,8 +28,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from connector.config import ConfigError
-from connector.ticket import GroupKind, GroupShape
+from .config import ConfigError
+from .ticket import GroupKind, GroupShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

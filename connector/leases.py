@@ -24,9 +24,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from connector.messages import Verdict
-from connector.notifs import ReadDone
-from connector.transfer_params import MOST_READERS
+from .messages import Verdict
+from .notifs import ReadDone
+from .transfer_params import MOST_READERS
 
 REMEMBERED_FOR = 600.0
 """Seconds for which an ended lease and a released hand-over id are remembered: longer than any read may take."""

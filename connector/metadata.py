@@ -14,8 +14,8 @@ from typing import TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
-from connector.counters import ReadOutcome
-from connector.peer_paths import Peer
+from .counters import ReadOutcome
+from .peer_paths import Peer
 
 _Key = TypeVar("_Key", str, int)
 

@@ -55,13 +55,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
-from connector.config import SECRET_VARIABLE, STATE_LAYOUT, ConnectorConfig, from_vllm, has_endpoints
-from connector.ticket_keys import following
-from connector.vllm_version import require_tested, vllm_names
+from . import __version__
+from .config import SECRET_VARIABLE, STATE_LAYOUT, ConnectorConfig, from_vllm, has_endpoints
+from .ticket_keys import following
+from .vllm_version import require_tested, vllm_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,11 +74,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from connector.admission import FreeBlocks
-    from connector.decode_reads import BlockPool
-    from connector.resume_boundary import PrefixCache
-    from connector.scheduler import ConnectorScheduler
-    from connector.worker import ConnectorWorker
+    from .admission import FreeBlocks
+    from .decode_reads import BlockPool
+    from .resume_boundary import PrefixCache
+    from .scheduler import ConnectorScheduler
+    from .worker import ConnectorWorker
 
     class _Pool(BlockPool, FreeBlocks, PrefixCache, Protocol):
         """vLLM's `BlockPool`, as far as it is used here."""
@@ -88,8 +88,8 @@ with vllm_names():
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorWorkerMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 
-    from connector.resumed_requests import engine_resumes
-    from connector.stats import ConnectorPromMetrics, ConnectorStats, drained
+    from .resumed_requests import engine_resumes
+    from .stats import ConnectorPromMetrics, ConnectorStats, drained
 
 log = logging.getLogger("vllm.pdproxy.scheduler")
 
@@ -114,13 +114,13 @@ class NixlConnector(NixlPullConnector):
             from vllm.v1.core.sched.scheduler import Scheduler
             from vllm.v1.engine.core import EngineCore
 
-            from connector.scheduler import ConnectorScheduler
+            from .scheduler import ConnectorScheduler
 
             wrap_add_request(Scheduler)
             wrap_preprocessing(EngineCore)
             self.connector_scheduler = ConnectorScheduler(vllm_config, self.engine_id, kv_cache_config, config)
         else:
-            from connector.worker import ConnectorWorker
+            from .worker import ConnectorWorker
 
             self.connector_worker = ConnectorWorker(vllm_config, self.engine_id, kv_cache_config, config)
 
@@ -278,18 +278,10 @@ def node_info(vllm_config: VllmConfig, config: ConnectorConfig, environ: Mapping
         "side_channel": _address(envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT),
         "signed": str(bool(config.keys)).lower(),
         "resume": str(resumes and engine_resumes(vllm_config)).lower(),
-        "connector_version": connector_version(),
+        "connector_version": __version__,
         "vllm_version": str(vllm_version),
     }
 
 
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def connector_version() -> str:
-    """The installed distribution's version; `unknown` where the connector was put on the path by hand."""
-    try:
-        return version("pdproxy")
-    except PackageNotFoundError:
-        return "unknown"

@@ -31,8 +31,8 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 
-from connector.config import STATE_LAYOUT
-from connector.fingerprint import (
+from .config import STATE_LAYOUT
+from .fingerprint import (
     NONE,
     Fingerprint,
     context_text,
@@ -43,9 +43,9 @@ from connector.fingerprint import (
     settings_text,
     short,
 )
-from connector.resume_boundary import ResumeBoundary
-from connector.tokenizer_files import TokenizerSource, chat_template_part, tokenizer_part
-from connector.weights import WeightsSource, checkpoint_text
+from .resume_boundary import ResumeBoundary
+from .tokenizer_files import TokenizerSource, chat_template_part, tokenizer_part
+from .weights import WeightsSource, checkpoint_text
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

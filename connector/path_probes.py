@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from connector.peer_engines import CannotRead, MayRead, MetadataRequest, NotYet, Rank
-from connector.peer_paths import Peer
+from .peer_engines import CannotRead, MayRead, MetadataRequest, NotYet, Rank
+from .peer_paths import Peer
 
 PROBE_WITHIN = 4.0
 """Seconds; more than a TCP connection may take to be made (`config.TCP_LIMITS`)."""

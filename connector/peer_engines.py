@@ -21,8 +21,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from connector.counters import ReadOutcome
-from connector.peers import Address
+from .counters import ReadOutcome
+from .peers import Address
 
 Rank = tuple[int, int]
 """Pipeline rank, tensor rank."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from connector.counters import PATH_FAILURES, Counters, ProbeOutcome, ReadOutcome
+from .counters import PATH_FAILURES, Counters, ProbeOutcome, ReadOutcome
 
 log = logging.getLogger("vllm.pdproxy.scheduler")
 

@@ -23,9 +23,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from connector.messages import CHALLENGE_BYTES, LONGEST_REPLY, PROPERTY, QuestionSigner, Reply, read_reply
-from connector.tcp_server import keep_alive
-from connector.zmtp import Zmtp
+from .messages import CHALLENGE_BYTES, LONGEST_REPLY, PROPERTY, QuestionSigner, Reply, read_reply
+from .tcp_server import keep_alive
+from .zmtp import Zmtp
 
 MOST_THREADS = 128
 """A look-up cannot be ended. So many names whose server is silent, and further new names fail at once."""

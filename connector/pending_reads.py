@@ -29,12 +29,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
-from connector.counters import ReadOutcome
-from connector.kv_groups import ReadSize
-from connector.messages import Question, Verdict
-from connector.metadata import ReadEnd
-from connector.peers import Address
-from connector.verifier import ReadVerdict
+from .counters import ReadOutcome
+from .kv_groups import ReadSize
+from .messages import Question, Verdict
+from .metadata import ReadEnd
+from .peers import Address
+from .verifier import ReadVerdict
 
 PROBE_EVERY = 1.0
 """Seconds without news of a read. Most reads are over sooner."""

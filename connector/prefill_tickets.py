@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from connector.counters import Counters
-from connector.fingerprint import Fingerprint
-from connector.leases import MOST_REMEMBERED, REMEMBERED_FOR, Aliases, LeaseTable
-from connector.ticket import Ticket, wire
-from connector.transfer_params import IssueTicket
+from .counters import Counters
+from .fingerprint import Fingerprint
+from .leases import MOST_REMEMBERED, REMEMBERED_FOR, Aliases, LeaseTable
+from .ticket import Ticket, wire
+from .transfer_params import IssueTicket
 
 
 @dataclass(slots=True)

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from connector.counters import ReadOutcome
-from connector.ticket_fields import RefusalReason
+from .counters import ReadOutcome
+from .ticket_fields import RefusalReason
 
 EXPLAIN = "pdproxy_explain"
 REPORT = "pdproxy_read"

@@ -25,8 +25,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.outputs import LogprobsLists
 
-from connector.journal import CACHED, BadRecordsError, Group, Output, Record, ReplayError, notes_of
-from connector.resume_order import KEY, sign
+from .journal import CACHED, BadRecordsError, Group, Output, Record, ReplayError, notes_of
+from .resume_order import KEY, sign
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput

@@ -19,8 +19,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from connector.config import SECRET_VARIABLE, SHORTEST_KEY, ConfigError, set_node_secret
-from connector.ticket_fields import Refusal, RefusalReason
+from .config import SECRET_VARIABLE, SHORTEST_KEY, ConfigError, set_node_secret
+from .ticket_fields import Refusal, RefusalReason
 
 KEY = "pdproxy_resume"
 """The key of the order in `kv_transfer_params`."""

@@ -27,9 +27,9 @@ from vllm.sampling_params import SamplingType, StructuredOutputsParams
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from connector.counters import Counters
-from connector.resume_order import verify, without_order
-from connector.ticket_fields import Refusal, RefusalReason
+from .counters import Counters
+from .resume_order import verify, without_order
+from .ticket_fields import Refusal, RefusalReason
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,7 +41,8 @@ log = logging.getLogger("vllm.pdproxy.scheduler")
 _REFUSED = "Request %s: resume order refused (%s): %s. The request ends with an error."
 _REJECTED = "Request %s: its grammar refused token %d of the %d that it goes on after. It ends with an error."
 
-CPU_WORKER = "connector.cpu_worker.SeededCPUWorker"
+CPU_WORKER = "cpu_worker.SeededCPUWorker"
+"""Ours, in a package that has one name where it is installed and another in a checkout."""
 
 
 class RejectedTokensError(Exception):
@@ -54,7 +55,8 @@ class RefusedOrderError(Exception):
 
 def engine_resumes(vllm_config: "VllmConfig") -> bool:
     """Whether this node's model runner takes a new request that has output tokens: V2 does, V1 in our CPU worker."""
-    return bool(vllm_config.use_v2_model_runner) or vllm_config.parallel_config.worker_cls == CPU_WORKER
+    worker: str = vllm_config.parallel_config.worker_cls
+    return bool(vllm_config.use_v2_model_runner) or worker.endswith(f".{CPU_WORKER}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 
-from connector.admission import Admission
-from connector.config import ConnectorConfig
-from connector.decode_reads import PromptTokens, Quarantine, ReadTracker, TicketToReturn, TokenAccounting
-from connector.fingerprint import Fingerprint
-from connector.idle_rest import IdleRest
-from connector.kv_groups import count_blocks, group_shapes, sequence_blocks
-from connector.messages import Verdict
-from connector.metadata import ConnectorMetadata, WorkerReport
-from connector.node_fingerprint import lora_settings
-from connector.peer_paths import Peer, PeerPaths
-from connector.prefill_tickets import HandOvers, TicketIssuer
-from connector.read_reports import NOT_NEEDED, ReadReports
-from connector.resume_order import engine_secret
-from connector.resumed_requests import ResumedRequests, ResumeLimits
-from connector.scheduler_base import SchedulerBase
-from connector.shared_cache import SharedCache
-from connector.ticket import Expected, Ticket
-from connector.ticket_fields import Refusal, RefusalReason, prompt_digest, unsuitable
-from connector.transfer_params import (
+from .admission import Admission
+from .config import ConnectorConfig
+from .decode_reads import PromptTokens, Quarantine, ReadTracker, TicketToReturn, TokenAccounting
+from .fingerprint import Fingerprint
+from .idle_rest import IdleRest
+from .kv_groups import count_blocks, group_shapes, sequence_blocks
+from .messages import Verdict
+from .metadata import ConnectorMetadata, WorkerReport
+from .node_fingerprint import lora_settings
+from .peer_paths import Peer, PeerPaths
+from .prefill_tickets import HandOvers, TicketIssuer
+from .read_reports import NOT_NEEDED, ReadReports
+from .resume_order import engine_secret
+from .resumed_requests import ResumedRequests, ResumeLimits
+from .scheduler_base import SchedulerBase
+from .shared_cache import SharedCache
+from .ticket import Expected, Ticket
+from .ticket_fields import Refusal, RefusalReason, prompt_digest, unsuitable
+from .transfer_params import (
     Action,
     IssueTicket,
     ParamsValidator,
@@ -41,7 +41,7 @@ from connector.transfer_params import (
     RequestFacts,
     ValidatedParams,
 )
-from connector.weights import Adapters
+from .weights import Adapters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -11,19 +11,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
-from connector.config import NODE_ID, ConnectorConfig
-from connector.counters import Counters
-from connector.fingerprint import Fingerprint
-from connector.kv_groups import attention_block_size, group_shapes, node_capacity, require_movable_states
-from connector.leases import LeaseTable
-from connector.liveness import LivenessSocket
-from connector.messages import Verdict
-from connector.node_fingerprint import all_parts, node_fingerprint, rank_parts
-from connector.resume_boundary import LocalHits, drops_unit, resume_boundary
-from connector.side_channel import Listener
-from connector.tcp_server import Limits
-from connector.ticket import GroupKind
-from connector.ticket_keys import KeyFile
+from .config import NODE_ID, ConnectorConfig
+from .counters import Counters
+from .fingerprint import Fingerprint
+from .kv_groups import attention_block_size, group_shapes, node_capacity, require_movable_states
+from .leases import LeaseTable
+from .liveness import LivenessSocket
+from .messages import Verdict
+from .node_fingerprint import all_parts, node_fingerprint, rank_parts
+from .resume_boundary import LocalHits, drops_unit, resume_boundary
+from .side_channel import Listener
+from .tcp_server import Limits
+from .ticket import GroupKind
+from .ticket_keys import KeyFile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

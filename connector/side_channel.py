@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from connector.config import SideChannelError
-from connector.counters import Counters
-from connector.messages import (
+from .config import SideChannelError
+from .counters import Counters
+from .messages import (
     CHALLENGE_BYTES,
     LONGEST_QUESTION,
     PROPERTY,
@@ -38,8 +38,8 @@ from connector.messages import (
     write_refusal,
     write_reply,
 )
-from connector.tcp_server import BACKLOG, CloseReason, Limits, TcpServer
-from connector.zmtp import Zmtp
+from .tcp_server import BACKLOG, CloseReason, Limits, TcpServer
+from .zmtp import Zmtp
 
 VerifyRead = Callable[[str, str, str], Verdict]
 """(engine id, request id, nonce) → verdict; called in the listener's thread."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
-from connector.counters import COUNTERS, GAUGES, HISTOGRAMS, Counters
+from .counters import COUNTERS, GAUGES, HISTOGRAMS, Counters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

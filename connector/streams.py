@@ -33,10 +33,10 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
-from connector.journal import BadRecordsError, Record, parse_records
-from connector.journaled_response import NOT_RESUMABLE, JournaledResponse, StreamedEngine, StreamRefusedError
-from connector.replay import View
-from connector.resume_order import KEY
+from .journal import BadRecordsError, Record, parse_records
+from .journaled_response import NOT_RESUMABLE, JournaledResponse, StreamedEngine, StreamRefusedError
+from .replay import View
+from .resume_order import KEY
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send

@@ -30,7 +30,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import Protocol
 
-from connector.zmtp import Zmtp
+from .zmtp import Zmtp
 
 log = logging.getLogger("vllm.pdproxy.side_channel")
 

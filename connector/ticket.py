@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from connector import ticket_fields
-from connector.fingerprint import Fingerprint, differences, read_fingerprint, summary
-from connector.ticket_fields import Refusal, RefusalReason
+from . import ticket_fields
+from .fingerprint import Fingerprint, differences, read_fingerprint, summary
+from .ticket_fields import Refusal, RefusalReason
 
 VERSION = 2
 EXTENSION = "pdproxy"

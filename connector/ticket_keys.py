@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import overload
 
-from connector.config import ConfigError, ConnectorConfig, read_keys
-from connector.counters import KeyChange
+from .config import ConfigError, ConnectorConfig, read_keys
+from .counters import KeyChange
 
 log = logging.getLogger("vllm.pdproxy.keys")
 

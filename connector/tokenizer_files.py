@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from connector.fingerprint import NONE, short
-from connector.weights import WeightsSource, model_folder
+from .fingerprint import NONE, short
+from .weights import WeightsSource, model_folder
 
 log = logging.getLogger("vllm.pdproxy.weights")
 

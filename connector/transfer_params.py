@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from connector.config import Role
-from connector.ticket import Expected, Ticket, parse
-from connector.ticket_fields import Refusal, RefusalReason
+from .config import Role
+from .ticket import Expected, Ticket, parse
+from .ticket_fields import Refusal, RefusalReason
 
 HAND_OVER = "pdproxy_hand_over"
 READERS = "pdproxy_readers"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from connector.messages import (
+from .messages import (
     MOST_QUESTIONS,
     MetadataQuestion,
     Question,
@@ -29,8 +29,8 @@ from connector.messages import (
     write_metadata_question,
     write_returns,
 )
-from connector.peer_engines import EngineMetadata, EngineUnreachable, MetadataRequest, Rank
-from connector.peers import Address, Peers
+from .peer_engines import EngineMetadata, EngineUnreachable, MetadataRequest, Rank
+from .peers import Address, Peers
 
 MOST_BYTES = 16 * 1024 * 1024
 """The most bytes of metadata of all ranks of an engine."""

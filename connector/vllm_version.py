@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from connector.config import ALLOW_UNTESTED_VLLM, ConfigError, allows_untested_vllm
+from .config import ALLOW_UNTESTED_VLLM, ConfigError, allows_untested_vllm
 
 log = logging.getLogger("vllm.pdproxy.vllm_version")
 

@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
-from connector.counters import Counters, ReadOutcome
-from connector.kv_groups import group_sizes, read_size
-from connector.leases import Aliases, LeaseReads
-from connector.messages import Question
-from connector.metadata import ConnectorMetadata, ReadEnd, ReadOrder, WorkerReport
-from connector.notifs import Heartbeat, ReadDone, parse_notif, with_nonce
-from connector.peer_engines import CannotRead
-from connector.pending_reads import PendingReads, ReturnOutcome, TicketReturn, TicketReturns
-from connector.stats import ConnectorStats
-from connector.worker_base import ReadSource, WorkerBase, is_awaited
+from .counters import Counters, ReadOutcome
+from .kv_groups import group_sizes, read_size
+from .leases import Aliases, LeaseReads
+from .messages import Question
+from .metadata import ConnectorMetadata, ReadEnd, ReadOrder, WorkerReport
+from .notifs import Heartbeat, ReadDone, parse_notif, with_nonce
+from .peer_engines import CannotRead
+from .pending_reads import PendingReads, ReturnOutcome, TicketReturn, TicketReturns
+from .stats import ConnectorStats
+from .worker_base import ReadSource, WorkerBase, is_awaited
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from connector.config import ConnectorConfig
-    from connector.verifier import ReadVerdict
+    from .config import ConnectorConfig
+    from .verifier import ReadVerdict
 
 log = logging.getLogger("vllm.pdproxy.worker")
 

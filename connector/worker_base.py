@@ -37,15 +37,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
 
-from connector.config import NODE_ID
-from connector.counters import ReadOutcome
-from connector.fingerprint import backends_text
-from connector.kv_groups import require_movable_states
-from connector.liveness import LivenessSocket
-from connector.metadata import ConnectorMetadata, ReadEnd
-from connector.node_fingerprint import RankPayload
-from connector.path_probes import PathProbes, ProbeState, ProbeTarget
-from connector.peer_engines import (
+from .config import NODE_ID
+from .counters import ReadOutcome
+from .fingerprint import backends_text
+from .kv_groups import require_movable_states
+from .liveness import LivenessSocket
+from .metadata import ConnectorMetadata, ReadEnd
+from .node_fingerprint import RankPayload
+from .path_probes import PathProbes, ProbeState, ProbeTarget
+from .peer_engines import (
     MOST_RANKS,
     CannotRead,
     EngineMetadata,
@@ -55,16 +55,16 @@ from connector.peer_engines import (
     PeerEngines,
     Rank,
 )
-from connector.side_channel import LOOPBACK, metadata_relay
-from connector.verifier import ReadVerdict, Verifier
+from .side_channel import LOOPBACK, metadata_relay
+from .verifier import ReadVerdict, Verifier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from connector.config import ConnectorConfig
-    from connector.peer_paths import Peer
+    from .config import ConnectorConfig
+    from .peer_paths import Peer
 
 log = logging.getLogger("vllm.pdproxy.worker")
 

@@ -553,7 +553,7 @@ PROXY = "import pdproxy.app.run, pdproxy.admin.nodes; print('all')"
 SHARED_MEMORY = 1 << 30
 NOT_FOR_A_RUN = re.compile("PDPROXY_(CONFIG|PREFILL|DECODE|DISCOVERY|KEYS|LISTEN|UPSTREAM)")
 """Settings that lead the proxy elsewhere, or have it ask for keys that a run has not."""
-INSTALL = f"pip install nixl=={NIXL_VERSION} && pip install . (docs/install.md)"
+INSTALL = f"pip install nixl=={NIXL_VERSION} && pip install . ./connector (docs/install.md)"
 
 
 def said(*words: str) -> str:
@@ -581,7 +581,7 @@ def check_machine(options: Options, environ: Mapping[str, str]) -> Iterator[Chec
     yield Check("vLLM", release_of(installed(package)) in TESTED, f"{package} {installed(package)}", advice)
     yield Check("NIXL", installed("nixl") == NIXL_VERSION, f"nixl {installed('nixl')}", INSTALL)
     found = {(group, each.name) for group, _ in PLUGINS for each in entry_points(group=group)}
-    yield Check("our plugins", found >= PLUGINS, f"pdproxy {installed('pdproxy')}", INSTALL)
+    yield Check("our plugins", found >= PLUGINS, f"pdproxy-connector {installed('pdproxy-connector')}", INSTALL)
     last = said(sys.executable, "-W", "ignore", "-c", PROXY).strip().rpartition("\n")[2]
     yield Check("the proxy's packages", last == "all", last, "pip install . (with its dependencies, and vLLM there)")
     unfit = ", ".join(sorted(filter(NOT_FOR_A_RUN.match, environ)))

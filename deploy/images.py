@@ -78,7 +78,7 @@ def build(engine: ContainerEngine, options: Sequence[str]) -> None:
     for image, dockerfile in DOCKERFILES.items():
         print(f"\nBuilding {image} from {dockerfile}:", flush=True)
         with timed("built"):
-            engine.build(image, dockerfile, options)
+            engine.build(image, dockerfile, [f"--label=org.opencontainers.image.version={__version__}", *options])
         say(f"{int(engine.ask('image', 'inspect', '--format={{.Size}}', image)) / 1e6:.0f} MB, its base image included")
 
 

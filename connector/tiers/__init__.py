@@ -4,7 +4,7 @@ Load it with `kv_connector: MultiConnector` and `kv_connector_module_path: conne
 `connector.tiers.multi_connector` is the map, `connector.tiers.children` shows what to configure.
 """
 
-from connector.tiers.multi_connector import WeightedMultiConnector
+from .multi_connector import WeightedMultiConnector
 
 MultiConnector = WeightedMultiConnector
 """Under the name that vLLM's own code knows: only so does it look into the children's configuration."""

@@ -3,7 +3,7 @@
     "kv_connector_extra_config": {
       "pdproxy_decide_within": 0.5, "pdproxy_load_deadline": 30.0,
       "connectors": [
-        {"kv_connector": "NixlConnector", "kv_connector_module_path": "connector.nixl_connector",
+        {"kv_connector": "NixlConnector", "kv_connector_module_path": "pdproxy_connector.nixl_connector",
          "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute",
          "kv_connector_extra_config": {"name": "pull", "load_weight": 1.0}},
         {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
@@ -22,7 +22,7 @@ from typing import Any
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
-from connector.config import ConfigError
+from ..config import ConfigError
 
 DECIDE_WITHIN = 0.5
 LONGEST_DECISION = 60.0

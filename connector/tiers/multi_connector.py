@@ -23,15 +23,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
-from connector.admission import Admission, Unchanged
-from connector.decode_reads import Quarantine
-from connector.kv_groups import sequence_blocks
-from connector.scheduler import ConnectorScheduler
-from connector.tiers.children import MultiSettings, make_children
-from connector.tiers.pending_loads import LoadDeadlines, PendingLoads
-from connector.tiers.rank_loads import RankLoads, WeightedMetadata, WeightedReport, notify_output, notify_preempted
-from connector.tiers.selection import ChildSelector, require_children, require_units, stored_blocks
-from connector.tiers.stats import (
+from ..admission import Admission, Unchanged
+from ..decode_reads import Quarantine
+from ..kv_groups import sequence_blocks
+from ..scheduler import ConnectorScheduler
+from ..vllm_version import require_tested
+from .children import MultiSettings, make_children
+from .pending_loads import LoadDeadlines, PendingLoads
+from .rank_loads import RankLoads, WeightedMetadata, WeightedReport, notify_output, notify_preempted
+from .selection import ChildSelector, require_children, require_units, stored_blocks
+from .stats import (
     SELECTION,
     ChildrenPromMetrics,
     ChildrenStats,
@@ -39,7 +40,6 @@ from connector.tiers.stats import (
     SelectionStats,
     SharedMetric,
 )
-from connector.vllm_version import require_tested
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

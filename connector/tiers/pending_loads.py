@@ -22,8 +22,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from connector.decode_reads import Quarantine
-from connector.tiers.stats import SelectionCounters
+from ..decode_reads import Quarantine
+from .stats import SelectionCounters
 
 
 @dataclass(frozen=True, slots=True)

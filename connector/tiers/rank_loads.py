@@ -21,8 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorWorkerMetadata,
 )
 
-from connector.tiers.children import Child
-from connector.tiers.pending_loads import Load
+from .children import Child
+from .pending_loads import Load
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput

@@ -18,9 +18,9 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from connector.config import ConfigError
-from connector.tiers.children import Child, ChildSettings, hands_over
-from connector.tiers.pending_loads import AskAgain, ComputeHere, LoadFrom, Offer, PendingLoads, bounded_offer, choose
+from ..config import ConfigError
+from .children import Child, ChildSettings, hands_over
+from .pending_loads import AskAgain, ComputeHere, LoadFrom, Offer, PendingLoads, bounded_offer, choose
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

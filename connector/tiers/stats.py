@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
-from connector.stats import COUNTS, LEVELS, PREFIX, ConnectorStats
-from connector.tiers.children import Source
+from ..stats import COUNTS, LEVELS, PREFIX, ConnectorStats
+from .children import Source
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,15 +9,12 @@ COPY requirements/torch.txt requirements/torch.txt
 RUN pip --python /opt/pdproxy/bin/python install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r requirements/torch.txt
 COPY requirements/cpu.txt requirements/proxy.txt requirements/
 RUN pip --python /opt/pdproxy/bin/python install --no-deps -r requirements/proxy.txt -r requirements/cpu.txt
-COPY pyproject.toml README.md LICENSE ./
-COPY pdproxy pdproxy
 COPY connector connector
-RUN pip --python /opt/pdproxy/bin/python install --no-deps .
+RUN pip --python /opt/pdproxy/bin/python install --no-deps ./connector
 
 FROM python:3.11-slim-bookworm
 LABEL org.opencontainers.image.title="pdproxy-cpu-node" \
       org.opencontainers.image.description="vLLM for CPUs with the pdproxy connector and its tiny hybrid model" \
-      org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.base.name="docker.io/library/python:3.11-slim-bookworm" \
       org.opencontainers.image.licenses="Apache-2.0"
 # vLLM compiles small kernels when it starts. No versions: Debian keeps only the latest of each.

@@ -5,16 +5,13 @@ ARG VLLM_VERSION=v0.33.0
 
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
-COPY pdproxy pdproxy
 COPY connector connector
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels ./connector
 
 FROM vllm/vllm-openai:${VLLM_VERSION}
 ARG VLLM_VERSION
 LABEL org.opencontainers.image.title="pdproxy-node" \
       org.opencontainers.image.description="vLLM with the pdproxy connector" \
-      org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.base.name="docker.io/vllm/vllm-openai:${VLLM_VERSION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 # vLLM's own dependencies are there already, torch and numpy too, at the versions it was built with: nothing may change them.

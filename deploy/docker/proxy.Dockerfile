@@ -8,15 +8,13 @@ RUN python -m venv --without-pip /opt/pdproxy
 # The lock first: it changes less often than the code, and the layer is kept. The extras are in it.
 COPY requirements/proxy.txt requirements/proxy.txt
 RUN pip --python /opt/pdproxy/bin/python install --no-deps -r requirements/proxy.txt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml LICENSE ./
 COPY pdproxy pdproxy
-COPY connector connector
 RUN pip --python /opt/pdproxy/bin/python install --no-deps .
 
 FROM python:3.13-slim-trixie
 LABEL org.opencontainers.image.title="pdproxy" \
       org.opencontainers.image.description="Prefill/decode proxy for hybrid models on vLLM" \
-      org.opencontainers.image.version="0.1.0" \
       org.opencontainers.image.base.name="docker.io/library/python:3.13-slim-trixie" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/pdproxy /opt/pdproxy

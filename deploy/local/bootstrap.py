@@ -60,14 +60,20 @@ class Plan:
     def python(self) -> Path:
         return self.venv / "bin" / "python"
 
+    @property
+    def projects(self) -> tuple[Path, Path]:
+        """The proxy's distribution, and the nodes'."""
+        return self.root, self.root / "connector"
+
     def lock(self, name: str) -> Path:
         return self.root / "requirements" / f"{name}.txt"
 
     def fingerprint(self) -> str:
-        """Changes with the locks, with what the project declares of itself, and with the place."""
+        """Changes with the locks, with what both distributions declare of themselves, and with the place."""
         import tomllib  # not there in older Pythons, which check_python is to turn away in words
 
-        declared = tomllib.loads((self.root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        files = [folder / "pyproject.toml" for folder in self.projects]
+        declared = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
         parts = [str(self.root), repr(declared), *(self.lock(name).read_text(encoding="utf-8") for name in LOCKS)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -147,8 +153,9 @@ def locked_command(plan: Plan) -> list[str]:
 
 
 def project_command(plan: Plan) -> list[str]:
-    """Install the project itself, editable: vLLM finds our plugin by its entry point."""
-    return pip(plan, "--no-deps", "--no-build-isolation", "--editable", str(plan.root))
+    """Install the project itself, editable: vLLM finds our plugins by their entry points."""
+    editable = [part for folder in plan.projects for part in ("--editable", str(folder))]
+    return pip(plan, "--no-deps", "--no-build-isolation", *editable)
 
 
 def run_first_that_works(commands: Sequence[Sequence[str]]) -> None:

@@ -24,8 +24,9 @@ from packaging.utils import canonicalize_name
 from deploy.local.paths import REQUIREMENTS
 
 PROJECT = "pdproxy"
+NODES = "pdproxy-connector"
 TORCH = frozenset({"torch"})
-LEFT_OUT = frozenset({PROJECT, "pip", "torchvision", "torchaudio", "torchcodec", "triton"})
+LEFT_OUT = frozenset({PROJECT, NODES, "pip", "torchvision", "torchaudio", "torchcodec", "triton"})
 
 Installed = Mapping[str, Distribution]
 
@@ -60,8 +61,8 @@ def closure(here: Installed, root: str, extras: frozenset[str]) -> set[str]:
 def split(here: Installed) -> dict[str, set[str]]:
     """Names by lock; each name stands in one lock alone."""
     proxy = closure(here, PROJECT, frozenset({"kubernetes", "otel"}))
-    node = closure(here, PROJECT, frozenset({"cpu"}))
-    dev = closure(here, PROJECT, frozenset({"dev"})) - node
+    node = closure(here, NODES, frozenset({"cpu"}))
+    dev = closure(here, PROJECT, frozenset({"dev"})) - node - proxy
     locks = {"proxy": proxy, "torch": set(TORCH), "cpu": node - proxy - TORCH, "dev": dev}
     return {lock: names - LEFT_OUT for lock, names in locks.items()}
 

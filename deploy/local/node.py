@@ -13,7 +13,7 @@ from deploy.local.supervise import Part, Supervisor, inherited
 
 SERVER = "deploy.local.server"
 SERVED_NAME = "tiny-hybrid"
-WORKER = "connector.cpu_worker.SeededCPUWorker"
+WORKER = "pdproxy_connector.cpu_worker.SeededCPUWorker"
 """A request with a seed ends vLLM 0.32 on a CPU without it."""
 
 MAX_NUM_SEQS = 128
@@ -75,7 +75,7 @@ class NodeSpec:
     prefix_match_unit: int | None = PREFIX_MATCH_UNIT
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
-    connector_module: str = "connector.nixl_connector"
+    connector_module: str = "pdproxy_connector.nixl_connector"
     connector_config: Mapping[str, object] = field(default_factory=dict)
     more_arguments: tuple[str, ...] = ()
     more_environment: Mapping[str, str] = field(default_factory=dict)

@@ -290,7 +290,7 @@ def _template(role: str, mode: str) -> VllmConfig:
             enable_chunked_prefill=True,
             disable_hybrid_kv_cache_manager=False,
         ),
-        parallel_config=ParallelConfig(worker_cls=CPU_WORKER),
+        parallel_config=ParallelConfig(worker_cls=f"connector.{CPU_WORKER}"),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=_transfer(role, "template", {}),
     )

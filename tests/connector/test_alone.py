@@ -59,4 +59,4 @@ def test_it_imports_nothing_that_vllm_does_not_bring() -> None:
 def test_vllm_finds_it_by_its_entry_points() -> None:
     for group in ("vllm.general_plugins", "vllm.endpoint_plugins"):
         ours = [each for each in importlib.metadata.entry_points(group=group) if each.name.startswith("pdproxy_")]
-        assert [each.module.partition(".")[0] for each in ours] == ["connector"]
+        assert [each.module.partition(".")[0] for each in ours] == ["pdproxy_connector"]

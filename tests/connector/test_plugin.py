@@ -18,7 +18,8 @@ from connector.config import (
 )
 
 NIXL_LIBRARIES = Path(str(distribution("nixl-cu12").locate_file("nixl_cu12.libs")))
-DECLARED = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "connector/pyproject.toml").read_text())["project"]
+DECLARED = PROJECT["entry-points"]
 
 
 def test_the_layout_is_set() -> None:
@@ -47,6 +48,15 @@ def test_the_route_is_declared_under_the_name_that_is_looked_for() -> None:
     [(name, value)] = DECLARED["vllm.endpoint_plugins"].items()
     module, factory = value.split(":")
     assert name == ENDPOINT_PLUGIN == getattr(import_module(module), factory).name
+
+
+def test_where_vllm_loads_a_module_by_its_installed_name() -> None:
+    """It is the folder's module: classes that meet in one process are the same."""
+    for module in ("nixl_connector", "tiers.stats", "cpu_worker"):
+        ours = import_module(f"connector.{module}")
+        assert import_module(f"pdproxy_connector.{module}") is ours
+        assert ours.__spec__ is not None
+        assert ours.__spec__.name == f"connector.{module}"
 
 
 @pytest.mark.parametrize(

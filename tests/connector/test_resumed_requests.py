@@ -271,7 +271,11 @@ def test_a_request_without_sampling_is_none() -> None:
 
 @pytest.mark.parametrize(
     ("v2", "worker", "able"),
-    [(True, "any.Worker", True), (False, CPU_WORKER, True), (False, "vllm.v1.worker.cpu_worker.CPUWorker", False)],
+    [
+        (True, "any.Worker", True),
+        (False, f"pdproxy_connector.{CPU_WORKER}", True),
+        (False, "vllm.v1.worker.cpu_worker.CPUWorker", False),
+    ],
 )
 def test_a_node_is_able_by_its_model_runner(v2: bool, worker: str, able: bool) -> None:
     config: Any = SimpleNamespace(

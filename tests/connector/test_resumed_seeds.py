@@ -98,4 +98,4 @@ def test_requests_enter_the_batch_with_what_they_had(monkeypatch: pytest.MonkeyP
 
 
 def test_the_node_s_label_names_this_worker() -> None:
-    assert f"{SeededCPUWorker.__module__}.{SeededCPUWorker.__qualname__}" == CPU_WORKER
+    assert f"{SeededCPUWorker.__module__}.{SeededCPUWorker.__qualname__}" == f"connector.{CPU_WORKER}"

@@ -151,7 +151,7 @@ GOOD = {PLUGINS: f"pdproxy_connector,{ENDPOINT_PLUGIN}", SECRET_VARIABLE: "s" * 
     ("role", "environ", "v2", "worker", "resumes"),
     [
         (Role.DECODE, GOOD, True, "vllm.v1.worker.gpu_worker.Worker", "true"),
-        (Role.BOTH, GOOD, False, "connector.cpu_worker.SeededCPUWorker", "true"),
+        (Role.BOTH, GOOD, False, "pdproxy_connector.cpu_worker.SeededCPUWorker", "true"),
         (Role.PREFILL, GOOD, True, "vllm.v1.worker.gpu_worker.Worker", "true"),
         (Role.DECODE, GOOD, False, "vllm.v1.worker.gpu_worker.Worker", "false"),
         (Role.DECODE, GOOD, False, "vllm.v1.worker.cpu_worker.CPUWorker", "false"),

@@ -123,7 +123,7 @@ def test_the_connector_accepts_a_nodes_configuration(profile: str, service: str,
     found = re.search(r"--kv-transfer-config[= ](\{.*?\})( --|$)", words)
     assert found is not None
     config = json.loads(found[1])
-    assert config["kv_connector_module_path"] == "connector.nixl_connector"
+    assert config["kv_connector_module_path"] == "pdproxy_connector.nixl_connector"
     extra = config.get("kv_connector_extra_config", {})
     made = ConnectorConfig.from_extra(config["kv_role"], config["kv_load_failure_policy"], extra, {})
     assert (made.role, made.lease_duration) == (role, 30)

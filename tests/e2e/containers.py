@@ -12,9 +12,10 @@ from pathlib import Path
 from deploy.local.node import SERVER, NodeSpec, Role, environment
 from deploy.local.ports import HOST
 from deploy.local.supervise import inherited
+from pdproxy import __version__
 from tests.helm.engine import Manifest, only_container
 
-FIRST_RELEASE = "0.1.0"
+FIRST_RELEASE = __version__
 MODEL_PATH = "/models/tiny-hybrid"
 """In the image."""
 MOUNTS = "/etc/pdproxy"

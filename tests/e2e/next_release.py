@@ -10,4 +10,4 @@ from connector.nixl_connector import NixlConnector
 
 __all__ = ["NixlConnector"]
 
-nixl_connector.connector_version = lambda: os.environ["PDPROXY_TEST_RELEASE"]
+vars(nixl_connector)["__version__"] = os.environ["PDPROXY_TEST_RELEASE"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from pdproxy import __version__
 from tests.helm.engine import CHART, Engine, Manifests, read_values, value_files
 
 API_KEY, NEXT_API_KEY = "sk-first-0123456789", "sk-next-0123456789"
@@ -22,7 +23,7 @@ def base(**upgrade: object) -> Values:
     values = read_values(value_files()["no-gpu"])
     values["model"]["extraArgs"] = [*values["model"]["extraArgs"], "--num-gpu-blocks-override=2048"]
     values["nodes"] |= {"leaveSeconds": LEAVE_S, "drainSeconds": DRAIN_S, "upgrade": upgrade}
-    values["image"]["proxy"] = {"repository": "pdproxy", "tag": "0.1.0"}
+    values["image"]["proxy"] = {"repository": "pdproxy", "tag": __version__}
     values["proxy"] |= {"replicas": 1, "leaveSeconds": 2, "drainSeconds": 10, "requestSeconds": 120}
     values["apiKeys"] = {"keys": [f"{API_KEY} load"]}
     values["tickets"] = {"keys": [TICKET_KEY]}

@@ -75,7 +75,7 @@ def several(*children: dict[str, object]) -> tuple[str, ...]:
     """The arguments of a decode node with these children."""
     config = {
         "kv_connector": "MultiConnector",
-        "kv_connector_module_path": "connector.tiers",
+        "kv_connector_module_path": "pdproxy_connector.tiers",
         "kv_role": "kv_consumer",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": list(children)},

@@ -68,7 +68,10 @@ def test_nodes_can_be_told_to_publish_nothing(helm: Engine) -> None:
 @ROLES
 def test_the_connector_accepts_its_configuration(rendered: Rendered, values: str, role: str, tmp_path: Path) -> None:
     said = json.loads(arguments(rendered(values).node(role))["--kv-transfer-config"])
-    assert (said["kv_connector"], said["kv_connector_module_path"]) == ("NixlConnector", "connector.nixl_connector")
+    assert (said["kv_connector"], said["kv_connector_module_path"]) == (
+        "NixlConnector",
+        "pdproxy_connector.nixl_connector",
+    )
     extra = said["kv_connector_extra_config"]
     if "pdproxy_key_file" in extra:
         mounts = [mount["mountPath"] for mount in only_container(rendered(values).node(role))["volumeMounts"]]

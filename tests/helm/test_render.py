@@ -146,6 +146,23 @@ def test_the_notes_name_a_command_that_says_what_fits(helm: Engine) -> None:
     assert name in {each["metadata"]["name"] for each in manifests.of("Deployment")}
 
 
+@pytest.mark.parametrize(
+    ("proxy", "node", "sentence"),
+    [
+        ("pdproxy", "pdproxy-node", "Images: pdproxy and pdproxy-node have no registry."),
+        ("r.example/pdproxy", "pdproxy-node", "Images: pdproxy-node has no registry."),
+        ("r.example/pdproxy", "r.example/pdproxy-node", ""),
+    ],
+)
+def test_notes_say_what_to_do_while_an_image_has_no_registry(
+    helm: Engine, proxy: str, node: str, sentence: str
+) -> None:
+    images = {"image": {"proxy": {"repository": proxy}, "node": {"repository": node}}}
+    notes = helm.render(images)["pdproxy/templates/NOTES.txt"]
+    assert (("Images:" in notes), ("--set image.node.repository=" in notes)) == (bool(sentence), bool(sentence))
+    assert sentence in notes
+
+
 def test_notes_warn_of_what_is_open(helm: Engine) -> None:
     safe = helm.render({})["pdproxy/templates/NOTES.txt"]
     assert "WARNING" not in safe

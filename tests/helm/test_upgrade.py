@@ -59,7 +59,7 @@ def test_of_the_proxy_only_the_images_tag_may_change(rendered: Rendered, later: 
     said = read_values(value_files()[values])
     new, old = pod_of(later.manifests(said)), copy.deepcopy(pod_of(rendered(values)))
     if not said.get("image", {}).get("proxy", {}).get("tag"):
-        only_container(old)["image"] = only_container(old)["image"].replace(":0.1.0", ":0.9.8")
+        only_container(old)["image"] = only_container(old)["image"].replace(f":{__version__}", ":0.9.8")
     assert new == old
 
 

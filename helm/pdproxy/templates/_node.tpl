@@ -202,7 +202,7 @@ spec:
 {{- if $v.tickets.enabled -}}
   {{- $_ := set $extra "pdproxy_key_file" "/etc/pdproxy/tickets/ticket.keys" -}}
 {{- end -}}
-{{- dict "kv_connector" "NixlConnector" "kv_connector_module_path" "connector.nixl_connector"
+{{- dict "kv_connector" "NixlConnector" "kv_connector_module_path" "pdproxy_connector.nixl_connector"
       "kv_role" (ternary "kv_producer" "kv_consumer" (eq .component "prefill"))
       "kv_load_failure_policy" "recompute" "kv_connector_extra_config" $extra | toJson -}}
 {{- end -}}

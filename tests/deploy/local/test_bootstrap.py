@@ -31,7 +31,9 @@ def plan(tmp_path: Path) -> Plan:
     (tmp_path / "requirements").mkdir()
     for name in LOCKS:
         (tmp_path / "requirements" / f"{name}.txt").write_text(f"{name}==1\n", encoding="utf-8")
-    (tmp_path / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
+    (tmp_path / "connector").mkdir()
+    for folder in (tmp_path, tmp_path / "connector"):
+        (folder / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
     made = Plan(tmp_path, tmp_path / "venv")
     made.python.parent.mkdir(parents=True)
     made.python.touch()
@@ -49,8 +51,9 @@ def test_a_changed_lock_makes_it_stale(plan: Plan, lock: str) -> None:
     assert not plan.is_made()
 
 
-def test_only_what_the_project_declares_of_itself_counts(plan: Plan) -> None:
-    settings = plan.root / "pyproject.toml"
+@pytest.mark.parametrize("distribution", [".", "connector"])
+def test_only_what_the_project_declares_of_itself_counts(plan: Plan, distribution: str) -> None:
+    settings = plan.root / distribution / "pyproject.toml"
     settings.write_text(PROJECT + "[tool.ruff]\nline-length = 1\n", encoding="utf-8")
     assert plan.is_made()
     settings.write_text('[project]\nname = "y"\n', encoding="utf-8")

@@ -1,23 +1,28 @@
 """Splitting an environment into locks."""
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import Distribution, PackagePath, PathDistribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deploy.local.lock import PROJECT, Installed, installed, needs, render, split
+from deploy.local.lock import NODES, PROJECT, Installed, installed, needs, render, split
 from deploy.local.paths import REQUIREMENTS, ROOT
 
 
 class Declared(Distribution):
-    """The project as pyproject.toml declares it now; what is installed of it may be older."""
+    """A distribution as its pyproject.toml declares it now; what is installed of it may be older."""
+
+    def __init__(self, folder: Path) -> None:
+        self._project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
 
     def read_text(self, filename: str) -> str | None:
-        return "\n".join(("Name: pdproxy", "Version: 0", *declared())) if filename == "METADATA" else None
+        head = (f"Name: {self._project['name']}", "Version: 0")
+        return "\n".join((*head, *declared(self._project))) if filename == "METADATA" else None
 
     def locate_file(self, path: object) -> Path:
         raise FileNotFoundError(path)
@@ -27,10 +32,9 @@ class Declared(Distribution):
         return []
 
 
-def declared() -> Iterator[str]:
-    """The requirements of pyproject.toml, as an installed package's metadata holds them."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    yield from (f"Requires-Dist: {line}" for line in project["dependencies"])
+def declared(project: Mapping[str, Any]) -> Iterator[str]:
+    """The requirements of a pyproject.toml, as an installed package's metadata holds them."""
+    yield from (f"Requires-Dist: {line}" for line in project.get("dependencies", ()))
     for extra, lines in project["optional-dependencies"].items():
         yield from (f"Requires-Dist: {line}; extra == '{extra}'" for line in lines)
 
@@ -43,8 +47,8 @@ def present() -> Installed:
 
 @pytest.fixture(scope="module")
 def locks(present: Installed) -> dict[str, set[str]]:
-    """The locks of this environment, with the project of this tree."""
-    return split({**present, PROJECT: Declared()})
+    """The locks of this environment, with both distributions of this tree."""
+    return split({**present, PROJECT: Declared(ROOT), NODES: Declared(ROOT / "connector")})
 
 
 def pins(lock: str) -> set[str]:
@@ -86,9 +90,8 @@ def test_the_proxys_lock_is_complete(present: Installed, locks: dict[str, set[st
 
 
 def test_every_requirement_of_the_project_is_read() -> None:
-    assert {"fastapi", "opentelemetry-sdk", "nixl"} <= {
-        canonicalize_name(Requirement(line).name) for line in Declared().requires or ()
-    }
+    both = (line for folder in (ROOT, ROOT / "connector") for line in Declared(folder).requires or ())
+    assert {"fastapi", "opentelemetry-sdk", "nixl"} <= {canonicalize_name(Requirement(line).name) for line in both}
 
 
 def test_pins_are_exact_and_sorted(present: Installed) -> None:
@@ -97,8 +100,9 @@ def test_pins_are_exact_and_sorted(present: Installed) -> None:
 
 
 def test_the_proxy_has_its_client_of_kubernetes(tmp_path: Path) -> None:
-    needs = ("light", 'kube; extra == "kubernetes"', 'engine; extra == "cpu"', 'linter; extra == "dev"')
-    here = {"pdproxy": distribution(tmp_path, "pdproxy", *needs)}
+    needs = ("light", 'kube; extra == "kubernetes"', 'linter; extra == "dev"')
+    here = {PROJECT: distribution(tmp_path, PROJECT, *needs)}
+    here |= {NODES: distribution(tmp_path, NODES, 'engine; extra == "cpu"')}
     here |= {
         "kube": distribution(tmp_path, "kube", "wire"),
         "engine": distribution(tmp_path, "engine", "wire", "torch"),

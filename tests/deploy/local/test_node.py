@@ -26,7 +26,7 @@ def test_a_node_gets_our_connector_its_role_and_recompute(role: Role, name: str)
     config = transfer_config(command(NodeSpec("n", role, 8000, 9000, connector_config={"kv_lease_duration": 7})))
     assert config == {
         "kv_connector": "NixlConnector",
-        "kv_connector_module_path": "connector.nixl_connector",
+        "kv_connector_module_path": "pdproxy_connector.nixl_connector",
         "kv_role": name,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"kv_lease_duration": 7},
