@@ -1,4 +1,4 @@
-"""A rank's leases over vLLM's own worker code and a small NIXL agent: notifs, releases, expiry."""
+"""Notices of reads and heartbeats on a prefill node's rank: which end or prolong a lease, and which mean nothing."""
 
 from __future__ import annotations
 
