@@ -73,7 +73,7 @@ def _run(command: str, words: Sequence[str]) -> int:
         return serve(settings)
     if not settings.nodes and not settings.discovery.wanted:
         raise SettingsError(
-            "there are no nodes to check: name them with --prefill URL and --decode URL, or `discovery`."
+            "there are no nodes to check: name them with --node URL, or --prefill URL and --decode URL, or `discovery`."
         )
     from pdproxy.app.check import check
 

@@ -34,7 +34,7 @@ def pool_of(nodes: int, slow_start: float = 0.0) -> Pool:
     """A pool of so many nodes, half of each role, all up."""
     pool = Pool(SystemClock(), CircuitBreakerConfig(slow_start=slow_start))
     for number, role in itertools.product(range(nodes // 2), Role):
-        node = Node(f"{role}-{number}", f"http://10.0.0.1:{number}", role, "m", cohort="c")
+        node = Node(f"{role}-{number}", f"http://10.0.0.1:{number}", (role,), "m", cohort="c")
         pool.add(node)
         pool.admit(node)
     return pool

@@ -124,7 +124,7 @@ class Simulation:
         self._turns = itertools.count()
         self._outcome = Outcome(routing, fleet.roles())
         for name, role in fleet.roles().items():
-            node = dataclasses.replace(Node(name, f"http://{name}", role, MODEL), **_published(fleet.shape))
+            node = dataclasses.replace(Node(name, f"http://{name}", (role,), MODEL), **_published(fleet.shape))
             self.pool.add(node)
             self.pool.admit(node)
 
@@ -203,9 +203,9 @@ class Simulation:
 
     def _slot(self, node: Node, chosen: Plan, prompt: HashedPrompt, output: int) -> Slot:
         """The leg's place in the proxy's pool, with what the plan says that it will compute there."""
-        computes = node.role is Role.PREFILL or chosen.prefill is None
+        computes = Role.PREFILL in node.roles or chosen.prefill is None
         expected = prompt.tokens if chosen.reason is None else chosen.computed
-        held = Footprint(prompt.tokens + output, 1) if node.role is Role.DECODE else NO_FOOTPRINT
+        held = Footprint(prompt.tokens + output, 1) if Role.DECODE in node.roles else NO_FOOTPRINT
         return self.pool.acquire(node.name, LegLoad(0, expected if computes else None, held))
 
     def _stream(self, decode: SimulatedNode, steps: int) -> Iterator[float]:

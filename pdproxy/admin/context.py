@@ -99,4 +99,4 @@ def readiness(context: AdminContext) -> Readiness:
 
 def _serving(snapshot: Snapshot, role: Role) -> bool:
     """Whether a node of the role takes requests; a node that is being probed takes one at a time."""
-    return any(view.node.role is role and view.state in SERVING for view in snapshot.nodes)
+    return any(role in view.node.roles and view.state in SERVING for view in snapshot.nodes)

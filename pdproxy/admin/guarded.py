@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 
 from pdproxy.admin.context import AdminContext
 from pdproxy.admin.debug import plan_route
-from pdproxy.admin.nodes import node_routes, scrape_target
+from pdproxy.admin.nodes import node_routes, scrape_targets
 from pdproxy.admin.page import page_route, state_route
 from pdproxy.credential import Secret
 from pdproxy.errors import ClientError
@@ -47,7 +47,7 @@ def open_routes(context: AdminContext) -> APIRouter:
     @routes.get("/prometheus/targets")
     async def targets() -> list[dict[str, object]]:
         """Where the nodes' own metrics are, whatever their state."""
-        return [scrape_target(view.node) for view in context.pool.snapshot().nodes]
+        return [target for view in context.pool.snapshot().nodes for target in scrape_targets(view.node)]
 
     return routes
 

@@ -134,7 +134,7 @@ def _all_gone(nodes: Sequence[NodeView], out: Sequence[NodeView]) -> list[Role]:
     return [
         role
         for role in Role
-        if len(of_role := [view for view in nodes if view.node.role is role]) > 1
+        if len(of_role := [view for view in nodes if role in view.node.roles]) > 1
         and all(view in out and view.state is not State.REFUSED for view in of_role)
     ]
 

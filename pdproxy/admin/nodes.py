@@ -2,7 +2,7 @@
 
 import dataclasses
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import pydantic
@@ -12,8 +12,9 @@ from pdproxy.admin.context import AdminContext
 from pdproxy.nodes.cache_advice import cache_report, first_of_cohorts
 from pdproxy.nodes.drain import AfterDrain
 from pdproxy.nodes.node import Bars, Node, NodeView, Role
+from pdproxy.nodes.pool import DuplicateNode
 from pdproxy.request import Json
-from pdproxy.settings.types import NodeUrl
+from pdproxy.settings.types import NodeRoles, NodeUrl, with_roles
 
 Seconds = Annotated[float | None, Query(ge=0, le=86400, allow_inf_nan=False)]
 
@@ -24,18 +25,28 @@ class NewNode(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
 
     url: NodeUrl
-    role: Role
+    roles: NodeRoles = tuple(Role)
     name: Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9._:\[\]-]{0,128}$")] = ""
     """Empty takes the address's host and port."""
     model: str = ""
     aliases: tuple[str, ...] = ()
     weight: Annotated[float, pydantic.Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
 
+    _roles = pydantic.model_validator(mode="before")(with_roles)
+
     def node(self) -> Node:
         """The node for the pool."""
         parts = urllib.parse.urlsplit(self.url)
         name = self.name or f"{parts.netloc}{parts.path.replace('/', '-')}"
-        return Node(name, self.url, self.role, self.model, self.aliases, self.weight)
+        return Node(name, self.url, self.roles, self.model, self.aliases, self.weight)
+
+
+class ChangedNode(pydantic.BaseModel):
+    """What of a node is to be different."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    roles: NodeRoles
 
 
 Status = dict[str, object]
@@ -48,7 +59,7 @@ def status(view: NodeView, bars: Bars, caches: Sequence[Json] = ()) -> Status:
     return {
         "name": node.name,
         "url": node.url,
-        "role": node.role,
+        "roles": node.roles,
         "state": view.state,
         "model": node.model,
         "aliases": node.aliases,
@@ -78,12 +89,13 @@ def _barred_from(name: str, bars: Bars) -> tuple[str, ...]:
     return (f"no tickets with any node: {bars.nodes[name]}", *pairs) if name in bars.nodes else pairs
 
 
-def scrape_target(node: Node) -> dict[str, object]:
-    """Where a node's own metrics are, as Prometheus asks for it (`http_sd_configs`)."""
+def scrape_targets(node: Node) -> list[dict[str, object]]:
+    """Where a node's own metrics are, as Prometheus asks for it (`http_sd_configs`): once for each role, so that each
+    has its series."""
     parts = urllib.parse.urlsplit(node.url)
     path = parts.path.rstrip("/") + "/metrics"
-    labels = {"role": node.role, "node": node.name, "__scheme__": parts.scheme, "__metrics_path__": path}
-    return {"targets": [parts.netloc], "labels": labels}
+    labels = {"node": node.name, "__scheme__": parts.scheme, "__metrics_path__": path}
+    return [{"targets": [parts.netloc], "labels": {"role": role, **labels}} for role in node.roles]
 
 
 def node_routes(context: AdminContext) -> APIRouter:
@@ -100,10 +112,6 @@ def node_routes(context: AdminContext) -> APIRouter:
         first = first_of_cohorts(view.node for view in pool.snapshot().nodes)
         return with_cache(pool.view(name), pool.bars, first)
 
-    def drained(name: str, seconds: float | None, after: AfterDrain) -> Status:
-        context.drainer.start(name, context.drain_seconds if seconds is None else seconds, after)
-        return shown(name)
-
     @routes.get("/nodes")
     async def list_nodes() -> dict[str, object]:
         """Every node as it stands, their cohorts, and what waits for room on them."""
@@ -113,16 +121,37 @@ def node_routes(context: AdminContext) -> APIRouter:
         cohorts = [dataclasses.asdict(cohort) for cohort in context.cohorts.report()]
         return {"nodes": nodes, "cohorts": cohorts, "queue": dataclasses.asdict(context.queue())}
 
+    @routes.get("/nodes/{name}")
+    async def show_node(name: str) -> Status:
+        """One node as it stands."""
+        return shown(name)
+
+    _change_routes(routes, context, shown)
+    return routes
+
+
+def _change_routes(routes: APIRouter, context: AdminContext, shown: Callable[[str], Status]) -> None:
+    """Those that change something; ``shown``: a node as it stands then."""
+    pool = context.pool
+
+    def drained(name: str, seconds: float | None, after: AfterDrain) -> Status:
+        context.drainer.start(name, context.drain_seconds if seconds is None else seconds, after)
+        return shown(name)
+
     @routes.post("/nodes", status_code=201)
     async def add_node(new: NewNode) -> Status:
         """Add a node; it serves once its preflight is passed."""
         node = new.node()
+        there = next((view.name for view in pool.snapshot().nodes if view.node.url == node.url), None)
+        if there is not None:
+            raise DuplicateNode(there)  # one server is one node, whatever its roles
         pool.add(node)
         return shown(node.name)
 
-    @routes.get("/nodes/{name}")
-    async def show_node(name: str) -> Status:
-        """One node as it stands."""
+    @routes.patch("/nodes/{name}", status_code=202)
+    async def change_node(name: str, changed: ChangedNode) -> Status:
+        """Ask the node for other things from now on; for a new role it is tested first. Running requests go on."""
+        pool.change_roles(name, changed.roles)
         return shown(name)
 
     @routes.delete("/nodes/{name}", status_code=202)
@@ -141,5 +170,3 @@ def node_routes(context: AdminContext) -> APIRouter:
         context.drainer.stop(name)
         pool.rejoin(name)
         return shown(name)
-
-    return routes

@@ -1,11 +1,12 @@
 """The composition root: everything the proxy consists of, built from the settings, and closed at the end."""
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from opentelemetry.trace import Tracer
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
@@ -35,7 +36,7 @@ from pdproxy.nodes.discovery.source import DiscoverySync
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.health_check import HealthCheck
 from pdproxy.nodes.join import Joiner, OutageLog
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Node
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.nodes.proof import NothingCompared, Prover, warm_up
@@ -53,7 +54,7 @@ from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.policies import policy_named
 from pdproxy.planning.shares import LimitsByKey
 from pdproxy.settings.model import ConfiguredNode, Settings
-from pdproxy.settings.types import FirstHandOver, Routing
+from pdproxy.settings.types import FirstHandOver, Routing, kind_of_node
 from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
 
@@ -122,8 +123,8 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     background.every(Task.PROOF, 1.0, prover.look)
     if events is not None:
         background.keep(Task.EVENTS, events.subscriber.run)
-    for source in sources.all:
-        background.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, source, settings.deadlines.drain).run)
+    if sources.all:
+        background.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, sources.all, settings.deadlines.drain).run)
     try:
         api = ApiApp(handler, admin, shown_to_clients(settings.listen.metrics))
         clients = below(for_origins(TracedApp(api, tracer), settings.listen.cors_origins), settings.listen.root_path)
@@ -136,11 +137,12 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
 
 
 def nodes_of(entries: tuple[ConfiguredNode, ...]) -> list[Node]:
-    """The nodes of the settings, named by role and order: ``prefill-0``, ``decode-1``."""
-    numbers = {role: itertools.count() for role in Role}
+    """The nodes of the settings, named by roles and order: ``prefill-0``, ``decode-1``, ``node-0`` for both."""
+    numbers = collections.defaultdict[str, Iterator[int]](itertools.count)
+    kinds = [kind_of_node(each.roles) for each in entries]
     return [
-        Node(f"{each.role}-{next(numbers[each.role])}", each.url, each.role, each.model, each.aliases, each.weight)
-        for each in entries
+        Node(f"{kind}-{next(numbers[kind])}", each.url, each.roles, each.model, each.aliases, each.weight)
+        for kind, each in zip(kinds, entries, strict=True)
     ]
 
 

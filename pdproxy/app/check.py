@@ -22,8 +22,8 @@ from pdproxy.app.ticket_check import ticket_lines
 from pdproxy.clock import SystemClock
 from pdproxy.credential import Secret, read_secret
 from pdproxy.errors import NodeFault
-from pdproxy.nodes.discovery.source import DiscoveryError, Source
-from pdproxy.nodes.node import Capacity, Node, Role
+from pdproxy.nodes.discovery.source import DiscoveryError, Source, one_for_each_url
+from pdproxy.nodes.node import Capacity, Node
 from pdproxy.nodes.node_info import NodeInfo
 from pdproxy.nodes.preflight import CheckRow, Preflight, cause, check_nodes, is_unreachable, symptom
 from pdproxy.settings.model import Settings
@@ -99,11 +99,8 @@ async def _list(source: Source) -> tuple[tuple[Node, ...], str]:
 
 
 def _distinct(nodes: Sequence[Node]) -> list[Node]:
-    """Each address once for each role, as the proxy takes it: under the name that came first."""
-    first: dict[tuple[str, Role], Node] = {}
-    for node in nodes:
-        first.setdefault((node.url, node.role), node)
-    return list(first.values())
+    """Each address once, as the proxy takes it: under the name that came first, with the roles of all."""
+    return list(one_for_each_url(nodes))
 
 
 def table(rows: Sequence[CheckRow]) -> str:
@@ -122,9 +119,10 @@ def passed(rows: Iterable[CheckRow]) -> bool:
 def _cells(row: CheckRow) -> tuple[str, ...]:
     if isinstance(row.info, NodeFault):
         verdict = "unreachable" if is_unreachable(row.info) else "unusable"
-        return row.node.name, row.node.role, row.node.model or "?", "?", *_capacity(None), verdict
+        return row.node.name, ",".join(row.node.roles), row.node.model or "?", "?", *_capacity(None), verdict
     node = row.info.joined()
-    return node.name, node.role, node.model or "?", node.cohort or "?", *_capacity(node.capacity), _verdict(row)
+    roles = ",".join(node.roles)
+    return node.name, roles, node.model or "?", node.cohort or "?", *_capacity(node.capacity), _verdict(row)
 
 
 def _capacity(capacity: Capacity | None) -> tuple[str, str, str, str]:

@@ -58,7 +58,7 @@ async def _why_not(calls: HandOverCalls, prefill: Node, decode: Node) -> str:
 
 
 def _pairs(nodes: Sequence[Node]) -> list[tuple[Node, Node]]:
-    prefills, decodes = ([node for node in nodes if node.role is role] for role in Role)
+    prefills, decodes = ([node for node in nodes if role in node.roles] for role in Role)
     found = [pair for pair in itertools.product(prefills, decodes) if could_pair(*pair)]
     return found if len(found) <= MOST_PAIRS else list(_one_of_each(found))
 

@@ -16,11 +16,11 @@ from pdproxy.errors import SettingsError
 from pdproxy.intake.auth import ApiKeys, read_keys
 from pdproxy.nodes.discovery.dns import DnsSource, Resolver, SystemResolver
 from pdproxy.nodes.discovery.source import Source, Template
-from pdproxy.nodes.node import Role
+from pdproxy.nodes.node import BOTH, DECODE, PREFILL, Roles
 from pdproxy.observe.labels import WatchedSetting
 from pdproxy.observe.metrics import Metrics
 from pdproxy.settings.model import Discovery, Settings, Upstream
-from pdproxy.settings.types import DiscoveryKind
+from pdproxy.settings.types import DiscoveryKind, kind_of_node
 from pdproxy.transport.h1_client import H1Transport
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 
@@ -100,37 +100,37 @@ class Sources:
 
     def _sources(self) -> Iterable[Source]:
         settings = self._discovery
-        kinds = {Role.PREFILL: settings.prefill, Role.DECODE: settings.decode}
-        in_file = frozenset(role for role, kind in kinds.items() if kind is DiscoveryKind.FILE)
+        kinds = {PREFILL: settings.prefill, DECODE: settings.decode, BOTH: settings.node}
+        in_file = frozenset(role for roles, kind in kinds.items() if kind is DiscoveryKind.FILE for role in roles)
         if in_file and settings.file is not None:
             from pdproxy.nodes.discovery.file import FileSource  # its model takes 3 % of all imports
 
             yield FileSource(settings.file, self._clock, settings.file_interval, in_file)
-        for role, kind in kinds.items():
+        for roles, kind in kinds.items():
             if kind is DiscoveryKind.DNS:
-                yield self._dns(role)
+                yield self._dns(roles)
             elif kind is DiscoveryKind.KUBERNETES:
-                yield self._kubernetes(role)
+                yield self._kubernetes(roles)
 
-    def _dns(self, role: Role) -> DnsSource:
+    def _dns(self, roles: Roles) -> DnsSource:
         settings = self._discovery
-        names = {Role.PREFILL: settings.prefill_name, Role.DECODE: settings.decode_name}
-        port, template = settings.dns_port or None, Template(role, settings.scheme)
-        return DnsSource(self._host.resolver, names[role], port, template, self._clock, settings.dns_interval)
+        names = {PREFILL: settings.prefill_name, DECODE: settings.decode_name, BOTH: settings.node_name}
+        port, template = settings.dns_port or None, Template(roles, settings.scheme)
+        return DnsSource(self._host.resolver, names[roles], port, template, self._clock, settings.dns_interval)
 
-    def _kubernetes(self, role: Role) -> "KubernetesSource":
+    def _kubernetes(self, roles: Roles) -> "KubernetesSource":
         try:
             from pdproxy.nodes.discovery.kubernetes import KubernetesSource, Query  # heavy, and an extra
         except ModuleNotFoundError as error:
             raise SettingsError(
-                f"discovery.{role} is 'kubernetes', and the package {error.name} is missing: "
+                f"discovery.{kind_of_node(roles)} is 'kubernetes', and the package {error.name} is missing: "
                 "pip install 'pdproxy[kubernetes]' brings it (the proxy's image has it)."
             ) from error
         settings = self._discovery
-        selectors = {Role.PREFILL: settings.prefill_selector, Role.DECODE: settings.decode_selector}
+        selectors = {PREFILL: settings.prefill_selector, DECODE: settings.decode_selector, BOTH: settings.node_selector}
         api = self._api()
-        query = Query(settings.namespace or self._host.account.namespace(), selectors[role], settings.port_name)
-        source = KubernetesSource(api, query, Template(role, settings.scheme), self._clock)
+        query = Query(settings.namespace or self._host.account.namespace(), selectors[roles], settings.port_name)
+        source = KubernetesSource(api, query, Template(roles, settings.scheme), self._clock)
         self._watching.append(source)
         return source
 

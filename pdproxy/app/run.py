@@ -42,10 +42,23 @@ async def _serve(settings: Settings, log: LineHandler) -> None:
         clients, operators = _ports(settings, running)
         tune_collector()
         _LOG.info("clients: %s, operators: %s", clients.address, operators.address)
+        if alone := one_node(settings):
+            _LOG.info(alone)
         if warning := open_port_warning(settings.listen):
             _LOG.warning(warning)
         await serve_ports(clients, operators, running.leaving)
         _LOG.info("ended")
+
+
+def one_node(settings: Settings) -> str:
+    """What a proxy with one node of both roles gives, in a line; "" for any other."""
+    if settings.discovery.wanted or len(settings.nodes) != 1 or len(settings.nodes[0].roles) == 1:
+        return ""
+    return (
+        "one node: it computes every prompt and generates every answer, so nothing is handed over. The proxy gives it a"
+        " queue, fair shares and limits of keys, streams that go on after a restart of the node, and metrics; another"
+        " --node adds hand-overs"
+    )
 
 
 def _ports(settings: Settings, running: Proxy) -> tuple[Server, Server]:

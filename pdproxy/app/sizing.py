@@ -19,7 +19,7 @@ class SizingWatch:
     def look(self) -> None:
         """What runs and waits now; and the advice that follows, on the metrics. To be called `EVERY` few seconds."""
         context = self._context
-        decodes = [view for view in context.pool.snapshot().nodes if view.node.role is Role.DECODE]
+        decodes = [view for view in context.pool.snapshot().nodes if Role.DECODE in view.node.roles]
         caches = sum(view.node.capacity.part_taken(*view.footprint) for view in decodes if view.node.capacity)
         waiting = context.queue.status().waiting
         self._demand.observed(context.clock.now(), sum(view.active for view in decodes), waiting, caches)

@@ -23,7 +23,7 @@ _TIMEOUTS = Timeouts(connect=5.0, headers=10.0, stall=10.0, whole=20.0)
 
 async def ticket_lines(transport: Transport, headers: Headers, nodes: Sequence[Node]) -> list[str]:
     """A line for each decode node whose tickets were of no use. ``headers``: of the requests to nodes."""
-    decodes = [node for node in nodes if node.role is Role.DECODE]
+    decodes = [node for node in nodes if Role.DECODE in node.roles]
     metrics = await asyncio.gather(*(_metrics(transport, headers, node) for node in decodes))
     found = ((node, in_vain(body)) for node, body in zip(decodes, metrics, strict=True))
     return [f"{node.name}: tickets: {sentence}" for node, sentence in found if sentence]

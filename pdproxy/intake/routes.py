@@ -113,7 +113,7 @@ def model_cards(snapshot: Snapshot) -> dict[str, Json]:
 
     The longest sequence is the shortest that any node allows, for any of them may get the request.
     """
-    nodes = [view.node for view in snapshot.nodes if view.node.role is Role.DECODE and view.state in _LISTED]
+    nodes = [view.node for view in snapshot.nodes if Role.DECODE in view.node.roles and view.state in _LISTED]
     names = dict.fromkeys(name for node in nodes for name in (node.model, *node.aliases) if name)
     return {name: _merged_card(name, [node.cards[name] for node in nodes if name in node.cards]) for name in names}
 

@@ -140,7 +140,7 @@ def _unit(node: Node, found: Reuse) -> Iterator[str]:
         return
     lost = (
         "it cannot resume after a hand-over: what comes without a ticket is computed from its first token"
-        if node.role is Role.DECODE
+        if Role.PREFILL not in node.roles
         else f"hits end at whole blocks: of each, up to {found.block:,} tokens are computed again, and prompts below"
         f" {found.shortest_prompt:,} tokens leave nothing to be hit"
     )

@@ -106,10 +106,10 @@ class Cohorts:
         if self._makes_pair(staying, now.bars):
             return Answer(True, "nodes of both roles that exchange tickets stay")
         if any(node.replaces(view.node) for view in staying):
-            return Answer(True, f"another {node.role} node of its cohort stays")
+            return Answer(True, f"another {_word(node)} of its cohort stays")
         going = [view for view in others if view.state is State.TERMINATING]
-        if not any(node.is_partner(view.node) for view in (*staying, *going)) and _has_role(staying, node.role):
-            return Answer(True, f"it makes no pair, and another {node.role} node stays")
+        if not any(node.is_partner(view.node) for view in (*staying, *going)) and _has_roles(staying, node):
+            return Answer(True, f"it makes no pair, and another {_word(node)} stays")
         coming = [view for view in others if view.state is State.JOINING or (view in staying and _unlike(view, node))]
         if not coming:
             return Answer(True, "no node that could follow it is on its way")
@@ -118,9 +118,9 @@ class Cohorts:
     def _makes_pair(self, views: Sequence[NodeView], bars: Bars) -> bool:
         """Whether a ticket can pass between two of them, and both are proved."""
         proved = [view.node for view in views if self._proved(view.name)]
-        prefills, decodes = ([node for node in proved if node.role is role] for role in Role)
+        prefills, decodes = ([node for node in proved if role in node.roles] for role in Role)
         return any(
-            prefill.is_partner(decode) and bars.allow(prefill.name, decode.name)
+            prefill.may_hand_to(decode) and bars.allow(prefill.name, decode.name)
             for prefill in prefills
             for decode in decodes
         )
@@ -130,8 +130,13 @@ def _staying(views: Iterable[NodeView]) -> list[NodeView]:
     return [view for view in views if view.state in (State.UP, State.PROBING)]
 
 
-def _has_role(views: Iterable[NodeView], role: Role) -> bool:
-    return any(view.node.role is role for view in views)
+def _has_roles(views: Iterable[NodeView], node: Node) -> bool:
+    """Whether one of these does all that the node does."""
+    return any(set(view.node.roles).issuperset(node.roles) for view in views)
+
+
+def _word(node: Node) -> str:
+    return f"{node.kind} node" if len(node.roles) == 1 else "node of both roles"
 
 
 def _unlike(view: NodeView, node: Node) -> bool:
@@ -143,7 +148,7 @@ def _serve_one_model(node: Node, other: Node) -> bool:
 
 
 def _count(views: Iterable[NodeView], role: Role) -> RoleCount:
-    states = [view.state for view in views if view.node.role is role]
+    states = [view.state for view in views if role in view.node.roles]
     serving = sum(state in SERVING for state in states)
     return RoleCount(serving, states.count(State.TERMINATING), len(states) - serving)
 

@@ -129,7 +129,7 @@ def differences_from_partners(info: NodeInfo, others: Iterable[NodeInfo]) -> tup
     """
     mine = info.joined()
     partners = [
-        other for other in others if other.node.role is not mine.role and other.joined().model == mine.model != ""
+        other for other in others if _of_two_roles(mine, other.node) and other.joined().model == mine.model != ""
     ]
     if not partners or any(mine.pairs_with(other.cohort()) for other in partners):
         return ()
@@ -165,11 +165,15 @@ def _difference(name: str, mine: str, theirs: str, other: NodeInfo, advice: str)
     return Incompatibility(name, f"{values}: {advice}" if advice else values)
 
 
+def _of_two_roles(node: Node, other: Node) -> bool:
+    """Whether one of the two could compute a prompt for the other one, were they of one cohort."""
+    return len({*node.roles, *other.roles}) > 1 and node.name != other.name
+
+
 def _may_pair(info: NodeInfo, other: NodeInfo) -> bool:
     mine, theirs = info.joined(), other.joined()
     return (
-        mine.role is not theirs.role
-        and mine.pairs_with(theirs.cohort)
+        mine.is_partner(theirs)
         and "" not in (mine.model, theirs.model)
         and (theirs.serves(mine.model) or mine.serves(theirs.model))
     )
@@ -179,17 +183,21 @@ def _not_as_configured(info: NodeInfo) -> list[Incompatibility]:
     found, node = [], info.node
     if node.model and info.models.names and node.model not in info.models.names:
         found.append(Incompatibility("model", f"the node serves {', '.join(info.models.names)}, not {node.model}"))
-    if (role := info.labels.get("role")) == _WRONG_ROLE[node.role]:
-        found.append(Incompatibility("kv_role", f"the node runs as {role} and cannot be a {node.role} node"))
+    runs_as = info.labels.get("role")
+    found += [
+        Incompatibility("kv_role", f"the node runs as {runs_as} and cannot be a {role} node")
+        for role in node.roles
+        if runs_as == _WRONG_ROLE[role]
+    ]
     return found
 
 
 def _wrong_address(info: NodeInfo, everyone: Iterable[Node]) -> Iterator[Incompatibility]:
     """Of a prefill node whose tickets name its own host, as that host calls itself, for decode nodes elsewhere."""
     at = SideChannel.of_label(info.labels.get("side_channel", ""))
-    if info.node.role is Role.PREFILL and at.is_own_host() and is_elsewhere(info.node):
+    if Role.PREFILL in info.node.roles and at.is_own_host() and is_elsewhere(info.node):
         here = host_of(info.node)
-        far = next((node for node in everyone if node.role is Role.DECODE and host_of(node) != here), None)
+        far = next((node for node in everyone if Role.DECODE in node.roles and host_of(node) != here), None)
         if far is not None:
             cannot = f"{far.name} cannot reach {info.node.name} at {at} (the proxy does at {here})"
             yield Incompatibility("side_channel", f"{cannot}: {set_address(info.node)}")
@@ -240,7 +248,7 @@ def _weaknesses(info: NodeInfo) -> list[Incompatibility]:
         text = "not pdproxy's: tickets are neither checked nor released early, and it pairs only with nodes like it"
         return [Incompatibility("kv_connector", text)]
     weak = []
-    if info.node.role is Role.DECODE and info.labels.get("failure_policy", "recompute") != "recompute":
+    if Role.DECODE in info.node.roles and info.labels.get("failure_policy", "recompute") != "recompute":
         text = "a failed read ends the request; recompute would save it"
         weak.append(Incompatibility("kv_load_failure_policy", text))
     if info.labels.get("prefix_caching") == "false":

@@ -4,6 +4,7 @@ A proxy whose hand-overs fail still answers every request, from decode nodes alo
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from pdproxy.nodes.hand_overs import RECENT, Used
@@ -58,11 +59,11 @@ def verdict(now: Snapshot, used: Used) -> HandOverVerdict:
 
 
 def _serves(state: State, node: Node, role: Role) -> bool:
-    return state in SERVING and node.role is role
+    return state in SERVING and role in node.roles
 
 
 def _makes_pair(prefill: Node, decode: Node, bars: Bars) -> bool:
-    return _of_one_model(prefill, decode) and prefill.is_partner(decode) and bars.allow(prefill.name, decode.name)
+    return _of_one_model(prefill, decode) and prefill.may_hand_to(decode) and bars.allow(prefill.name, decode.name)
 
 
 def _of_one_model(prefill: Node, decode: Node) -> bool:
@@ -71,7 +72,7 @@ def _of_one_model(prefill: Node, decode: Node) -> bool:
 
 def _refused(now: Snapshot) -> Iterator[str]:
     for view in now.nodes:
-        if view.state is State.REFUSED and view.node.role is Role.PREFILL:
+        if view.state is State.REFUSED and Role.PREFILL in view.node.roles:
             yield f"{view.name} is refused: {view.reason}"
 
 
@@ -88,8 +89,9 @@ def _barred(bars: Bars, prefills: Sequence[Node], decodes: Sequence[Node]) -> It
 
 
 def _unlike(prefills: Sequence[Node], decodes: Sequence[Node]) -> Iterator[str]:
-    """Why nodes that serve make no pair; nothing where one role is missing."""
-    for prefill, decode in zip(prefills[:1], decodes[:1], strict=False):
+    """Why nodes that serve make no pair; nothing where there are no two of them, one of each role."""
+    pairs = ((prefill, decode) for prefill in prefills for decode in decodes if prefill.name != decode.name)
+    for prefill, decode in itertools.islice(pairs, 1):
         if not _of_one_model(prefill, decode):
             yield (
                 f"{prefill.name} serves {prefill.model}, and {decode.name} {decode.model}: give nodes of one model one"

@@ -116,7 +116,8 @@ class HealthCheck:
         return [view for view in views if view.node.name not in self._visiting and self._is_due(view, now)]
 
     def _is_due(self, view: NodeView, now: float) -> bool:
-        interval = JOINING_INTERVAL if view.state is State.JOINING else self._interval
+        joins = view.state is State.JOINING or self._pool.joins_anew(view.name)
+        interval = JOINING_INTERVAL if joins else self._interval
         return now - self._visited[view.node.name] >= interval
 
     async def _visit(self, view: NodeView) -> None:
@@ -134,6 +135,11 @@ class HealthCheck:
         if view.state in (State.JOINING, State.REFUSED):
             await self._joiner.attempt(name)
             return
+        if self._pool.joins_anew(name):
+            await self._joiner.attempt(name)
+            if not self._is_there(name) or not self._pool.joins_anew(name):
+                self._refused.discard(name)
+                return
         began = self._clock.now()
         failure = await self._probe(node) or await self._stuck(node, began)
         if not self._is_there(name) or (failure is not None and PROBE_BLAME[failure.fault] is Blame.NO):

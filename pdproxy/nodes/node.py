@@ -25,7 +25,10 @@ def hash64(text: str) -> int:
 
 
 Role = types.Role
-"""The settings define it, for they are read without nodes; everything else takes it from here, beside `Node`."""
+Roles = types.Roles
+"""The settings define them, for they are read without nodes; everything else takes them from here, beside `Node`."""
+PREFILL, DECODE, BOTH = (Role.PREFILL,), (Role.DECODE,), tuple(Role)
+"""The roles that a node may have. A node of both computes prompts for others, decodes for others, and serves alone."""
 
 
 class State(enum.StrEnum):
@@ -115,6 +118,7 @@ class Node:
     Attributes:
         name: unique, safe to show to operators (never to clients).
         url: the base, without a trailing slash.
+        roles: what it is asked to do, in the order of `Role`.
         model: the model it serves, as clients name it; "" until known.
         aliases: further names that are served here (LoRA).
         cards: what the node itself says of each model, by name, as in ``GET /v1/models``.
@@ -132,7 +136,7 @@ class Node:
 
     name: str
     url: str
-    role: Role
+    roles: Roles
     model: str = ""
     aliases: tuple[str, ...] = ()
     weight: float = 1.0
@@ -172,13 +176,31 @@ class Node:
         """Whether a ticket can pass between this node and a node of ``cohort``."""
         return "" in (self.cohort, cohort) or self.cohort == cohort
 
+    @property
+    def kind(self) -> str:
+        """What it is called: "prefill", "decode", or, of both roles, "node"."""
+        return types.kind_of_node(self.roles)
+
+    def may_hand_to(self, other: "Node") -> bool:
+        """Whether it may compute a prompt for the other one, as far as roles and cohort say; never for itself."""
+        return (
+            Role.PREFILL in self.roles
+            and Role.DECODE in other.roles
+            and self.name != other.name
+            and self.pairs_with(other.cohort)
+        )
+
     def is_partner(self, other: "Node") -> bool:
-        """Whether a ticket can pass between the two, as far as role and cohort say."""
-        return self.role is not other.role and self.pairs_with(other.cohort)
+        """Whether a ticket can pass between the two, one way or both, as far as roles and cohort say."""
+        return self.may_hand_to(other) or other.may_hand_to(self)
+
+    def shares_role(self, other: "Node") -> bool:
+        """Whether both are asked to do one thing."""
+        return not set(self.roles).isdisjoint(other.roles)
 
     def replaces(self, other: "Node") -> bool:
-        """Whether it does what the other one does, for the same partners."""
-        return self.role is other.role and self.pairs_with(other.cohort)
+        """Whether it does all that the other one does, for the same partners."""
+        return set(self.roles).issuperset(other.roles) and self.pairs_with(other.cohort)
 
 
 _LIGHTEST = operator.attrgetter("queued", "legs", "rank")
@@ -250,6 +272,14 @@ class NodeView:
         """What decode legs take of all its caches."""
         return Footprint(sum(map(_TOKENS, self.places)), sum(map(_SEQUENCES, self.places)))
 
+    def legs(self, role: Role) -> int:
+        """How many of its legs are there for a role. On a node of both, a prompt that is still to be computed counts as
+        one of prefill, whichever leg it is of, and every other leg as one of decode."""
+        if len(self.node.roles) == 1:
+            return self.active
+        prompts = sum(place.prompts for place in self.places)
+        return prompts if role is Role.PREFILL else self.active - prompts
+
     def takes_requests(self) -> bool:
         """Whether a plan may send something here now."""
         return self.state is State.UP or (self.state is State.PROBING and self.trials == 0)
@@ -284,8 +314,13 @@ class Bars:
         return bool(self.pairs or self.nodes)
 
     def allow(self, prefill: str, decode: str) -> bool:
-        """Whether a ticket may pass from one node to the other."""
-        return prefill not in self.nodes and decode not in self.nodes and (prefill, decode) not in self.pairs
+        """Whether a ticket may pass from one node to another; to itself none does."""
+        return (
+            prefill != decode
+            and prefill not in self.nodes
+            and decode not in self.nodes
+            and (prefill, decode) not in self.pairs
+        )
 
 
 NO_BARS = Bars()
@@ -297,7 +332,7 @@ class Group:
 
     Attributes:
         cohort: its name; "" for all.
-        prefills, decodes: in the order of joining.
+        prefills, decodes: in the order of joining. A node of both roles is in both.
     """
 
     cohort: str
@@ -307,6 +342,12 @@ class Group:
     def of(self, role: Role) -> tuple[NodeView, ...]:
         """The nodes of one role."""
         return self.prefills if role is Role.PREFILL else self.decodes
+
+    def has_pair(self) -> bool:
+        """Whether there is a prefill node and another node that decodes."""
+        return bool(self.prefills and self.decodes) and (
+            len(self.prefills) > 1 or len(self.decodes) > 1 or self.prefills[0] is not self.decodes[0]
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -326,11 +367,12 @@ class Served:
         by_name: each of them.
         seeds: by role, in the order of ``all``.
         heaviest: by role, the greatest weight of a node; 1 where there is none.
-        pairs: whether a prefill and a decode node are of one cohort.
+        pairs: whether a prefill and a decode node are of one cohort, and two.
         alone: each role has one place at most, so that there is nothing to choose.
+        shared: whether any node has both roles.
     """
 
-    __slots__ = ("all", "alone", "by_name", "cohorts", "heaviest", "pairs", "seeds")
+    __slots__ = ("all", "alone", "by_name", "cohorts", "heaviest", "pairs", "seeds", "shared")
 
     def __init__(self, here: list[NodeView]) -> None:
         self.all = _group(here)
@@ -343,11 +385,12 @@ class Served:
         self.seeds = {role: _seeds(self.all.of(role)) for role in Role}
         self.heaviest = {role: max((view.node.weight for view in self.all.of(role)), default=1.0) for role in Role}
         self.alone = all(sum(view.node.ranks for view in self.all.of(role)) < 2 for role in Role)
-        self.pairs = any(group.prefills and group.decodes for group in self.cohorts)
+        self.pairs = any(group.has_pair() for group in self.cohorts)
+        self.shared = any(len(view.node.roles) > 1 for view in here)
 
 
 def _group(views: list[NodeView], cohort: str = "") -> Group:
-    prefills, decodes = (tuple(view for view in views if view.node.role is role) for role in Role)
+    prefills, decodes = (tuple(view for view in views if role in view.node.roles) for role in Role)
     return Group(cohort, prefills, decodes)
 
 
@@ -373,7 +416,7 @@ class Snapshot:
         self.nodes = nodes
         self.bars = bars
         self.load = load or Load()
-        decodes = [view.node for view in nodes if view.node.role is Role.DECODE]
+        decodes = [view.node for view in nodes if Role.DECODE in view.node.roles]
         self.models = tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
         self.base_models = tuple(sorted({node.model for node in decodes if node.model}))
         self._may_serve_any = not all(node.model for node in decodes) or not decodes
@@ -409,10 +452,10 @@ def _needed(serving: list[Node], going: list[Node]) -> frozenset[str]:
     """
     if not going or any(one.is_partner(other) for one in serving for other in serving):
         return frozenset()
-    roles = {node.role for node in serving}
+    roles = {role for node in serving for role in node.roles}
     return frozenset(
         node.name
         for node in going
-        if node.role not in roles
+        if not roles.issuperset(node.roles)
         or (any(map(node.is_partner, (*serving, *going))) and not any(map(node.replaces, serving)))
     )

@@ -35,6 +35,10 @@ class NodeLog:
         """A node is not in the pool any more."""
         _LOG.info("node %s has left", node.name, extra=_fields(node))
 
+    def roles(self, node: Node) -> None:
+        """A node has other roles than before."""
+        _LOG.info("node %s is asked for %s now", node.name, " and ".join(node.roles), extra=_fields(node))
+
     def moved(self, node: Node, before: State, after: State, reason: str, seconds: float) -> None:
         """A node is in another state than before, or in the same for another reason.
 
@@ -78,7 +82,7 @@ class NodeLog:
 
 
 def _fields(node: Node) -> dict[str, str]:
-    return {"node": node.name, "role": node.role.value, "model": node.model}
+    return {"node": node.name, "role": ",".join(node.roles), "model": node.model}
 
 
 def _pair(prefill: str, decode: str) -> dict[str, str]:

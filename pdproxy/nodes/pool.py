@@ -4,6 +4,7 @@ No I/O: `health_check` and `join` do that and report here. Everything is synchro
 """
 
 import asyncio
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from pdproxy.failures import PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
 from pdproxy.nodes.hand_overs import HandOvers
 from pdproxy.nodes.load import Load
-from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Role, Roles, Snapshot, State
 from pdproxy.nodes.node_log import NodeLog
 from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.nodes.pool_entry import NO_LOAD, CohortTraffic, LegLoad, PoolEntry, Slot
@@ -106,7 +107,7 @@ class Pool:
         """Count a leg on the node, and what it adds there, until its slot is released."""
         entry = self._entry(name)
         slot = Slot(entry, self._clock, self.load, load, self._release)
-        if slot.takes_room:
+        if slot.takes_room and load.leg is Leg.DECODE:
             self.traffic.record(entry.node.cohort)
             self._metrics.cohort_requested(entry.node.cohort)
         if slot.trial:
@@ -177,7 +178,7 @@ class Pool:
     def _take_out(self, entry: PoolEntry, request: str, reason: str) -> None:
         """Open a circuit because a leg of this request failed. The rule stands here, whatever the fault: no request
         takes out more than one node of a role."""
-        kin = (other for other in self._entries.values() if other is not entry and other.node.role is entry.node.role)
+        kin = (each for each in self._entries.values() if each is not entry and each.node.shares_role(entry.node))
         if any(other.out_by == request and other.circuit.state is not CircuitState.CLOSED for other in kin):
             return
         entry.view.reason, entry.out_by = reason, request
@@ -190,7 +191,7 @@ class Pool:
             other
             for other in self._entries.values()
             if other is not entry
-            and other.node.role is node.role
+            and other.node.shares_role(node)
             and other.node.model == node.model
             and other.state() in SERVING
         ]
@@ -213,11 +214,15 @@ class Pool:
         view = NodeView(node, since=self._clock.now())
         self._entries[node.name] = entry = PoolEntry(view, CircuitBreaker(self._config), node)
         self._latest = None
-        self._metrics.watch_node(node.name, node.role, lambda: view.active)
+        self._watch(view, node.roles)
         self._log.joined(node)
         self._count_models(node)
         self._count_state(entry)
         self.changed.set()
+
+    def _watch(self, view: NodeView, roles: Roles) -> None:
+        for role in roles:
+            self._metrics.watch_node(view.name, role, functools.partial(view.legs, role))
 
     def configured(self, name: str) -> Node:
         """The node as it was given to `add` or `amend`, without what a preflight found."""
@@ -227,9 +232,11 @@ class Pool:
         """Let the node of this name serve, with what the preflight found out about it; it starts slowly."""
         entry = self._entry(node.name)
         if not entry.is_going():
-            before = entry.node
+            before, entry.joins_anew = entry.node, False
             entry.records.clear()
             entry.view.become(node, entry.view.share)
+            if before.roles != node.roles:
+                self._roles_changed(entry, before)
             self._count_models(node)
             self._count_cohort(before)
             entry.misses, entry.view.reason = 0, ""
@@ -271,9 +278,60 @@ class Pool:
         self.changed.set()
 
     def amend(self, node: Node) -> None:
-        """Other settings for the node of this name; it joins again with them, and running requests go on."""
-        self._entry(node.name).configured = node
+        """Other settings for the node of this name; it joins again with them, and running requests go on.
+
+        Where its roles alone are others, see `change_roles`.
+        """
+        entry = self._entry(node.name)
+        if entry.membership is State.UP and dataclasses.replace(entry.configured, roles=node.roles) == node:
+            self.change_roles(node.name, node.roles)
+            return
+        entry.configured = node
+        self._take_roles(entry, node.roles)
         self.rejoin(node.name)
+
+    def change_roles(self, name: str, roles: Roles) -> None:
+        """The node is asked for other things than before. Legs of a role that it has not any more go on to their ends.
+
+        A node that serves goes on to serve in the roles that it keeps. For a new role, its preflight and its tests are
+        made first; where it keeps none, it serves as before until then.
+        """
+        entry = self._entry(name)
+        entry.configured = dataclasses.replace(entry.configured, roles=roles)
+        kept = tuple(role for role in entry.node.roles if role in roles)
+        if entry.membership is not State.UP:
+            kept = roles
+        if kept:
+            self._take_roles(entry, kept)
+        entry.joins_anew = kept != roles
+        self.changed.set()
+
+    def _take_roles(self, entry: PoolEntry, roles: Roles) -> None:
+        before = entry.node
+        if before.roles != roles:
+            entry.view.become(dataclasses.replace(before, roles=roles), entry.view.share)
+            self._roles_changed(entry, before)
+
+    def _roles_changed(self, entry: PoolEntry, before: Node) -> None:
+        node, self._latest = entry.node, None
+        gone = tuple(role for role in before.roles if role not in node.roles)
+        new = tuple(role for role in node.roles if role not in before.roles)
+        self._metrics.roles_forgotten(node.name, gone, State)
+        self._watch(entry.view, node.roles)
+        if node.name in self.bars.nodes:
+            for pair in _with_all(node.name, gone):
+                self._metrics.pair_allowed(*pair)
+            for pair in _with_all(node.name, new):
+                self._metrics.pair_barred(*pair)
+        self._log.roles(node)
+        self._count_models(node)
+        self._count_state(entry)
+        self._count_serving(before)
+        self._room_changed()
+
+    def joins_anew(self, name: str) -> bool:
+        """Whether a node that serves is to be looked at as if it joined: it got a role that it had not."""
+        return self._entry(name).joins_anew
 
     def drain(self, name: str, reason: str = BY_OPERATOR) -> None:
         """No new requests from now on. `Drainer` watches over the deadline."""
@@ -312,7 +370,7 @@ class Pool:
                 self.load.forget(place)
             entry.leaving.set()
             self._room_changed()
-            self._metrics.node_forgotten(name, entry.node.role, State, CircuitState)
+            self._metrics.node_forgotten(name, entry.node.roles, State, CircuitState)
             self._count_cohort(entry.node)
             self._count_serving(entry.node)
 
@@ -442,27 +500,31 @@ class Pool:
 
     def _count_state(self, entry: PoolEntry) -> None:
         node = entry.node
-        self._metrics.node_state(node.name, node.role, entry.state())
+        for role in node.roles:
+            self._metrics.node_state(node.name, role, entry.state())
         self._count_cohort(node)
         self._count_serving(node)
-        if node.role is Role.PREFILL and node.model:
+        if Role.PREFILL in node.roles and node.model:
             self._metrics.watch_prefill(node.model, functools.partial(self._to_prefill, node.model))
 
     def _to_prefill(self, model: str) -> int:
         """Tokens that the prefill nodes of a model still have to compute."""
-        nodes = (each.view for each in self._entries.values() if each.node.role is Role.PREFILL)
+        nodes = (each.view for each in self._entries.values() if Role.PREFILL in each.node.roles)
         return sum(place.queued for view in nodes if view.node.model == model for place in view.places)
 
     def _count_models(self, node: Node) -> None:
         """Clients may ask decode nodes for these; what a prefill node alone serves they cannot have."""
-        if node.role is Role.DECODE:
+        if Role.DECODE in node.roles:
             for name in (node.model, *node.aliases):
                 self._metrics.model_served(name)
 
     def _count_serving(self, of: Node) -> None:
-        """The nodes of its role and model that serve."""
-        kin = (entry for entry in self._entries.values() if (entry.node.role, entry.node.model) == (of.role, of.model))
-        self._log.serving(of.role, of.model, sum(entry.state() in SERVING for entry in kin))
+        """The nodes of its model that serve, for each of its roles."""
+        serving = [
+            each.node for each in self._entries.values() if each.state() in SERVING and each.node.model == of.model
+        ]
+        for role in of.roles:
+            self._log.serving(role, of.model, sum(role in node.roles for node in serving))
 
     def _count_cohort(self, of: Node) -> None:
         """Its nodes by role that serve; of a cohort without nodes nothing is kept."""
@@ -472,7 +534,7 @@ class Pool:
             self._metrics.cohort_forgotten(of.cohort, Role)
             return
         for role in Role:
-            serving = sum(entry.node.role is role and entry.state() in SERVING for entry in here)
+            serving = sum(role in entry.node.roles and entry.state() in SERVING for entry in here)
             self._metrics.cohort_nodes(of.cohort, role, serving)
 
     def _pairs(self, bars: Bars) -> Iterator[tuple[str, str]]:
@@ -481,7 +543,12 @@ class Pool:
         for name in bars.nodes:
             entry = self._entries.get(name)
             if entry is not None:
-                yield (name, ALL_NODES) if entry.node.role is Role.PREFILL else (ALL_NODES, name)
+                yield from _with_all(name, entry.node.roles)
+
+
+def _with_all(name: str, roles: Roles) -> Iterator[tuple[str, str]]:
+    for role in roles:
+        yield (name, ALL_NODES) if role is Role.PREFILL else (ALL_NODES, name)
 
 
 def _without(bars: Bars, name: str) -> Bars:

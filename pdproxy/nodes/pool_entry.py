@@ -27,9 +27,10 @@ class LegLoad(NamedTuple):
     Attributes:
         rank: the data-parallel rank that it goes to; None where vLLM chooses.
         queued: tokens of its prompt that are to be computed there; None where none of it is.
-        footprint: what it takes of the caches there: a decode leg's.
+        footprint: what it takes of the caches there: a decode leg's; on a node of both roles, a prefill leg's, too.
         key: the name of its API key.
         arrived: monotonic seconds when its prompt came to the proxy.
+        leg: what the node is asked for.
     """
 
     rank: int | None = None
@@ -37,6 +38,7 @@ class LegLoad(NamedTuple):
     footprint: Footprint = NO_FOOTPRINT
     key: str = ""
     arrived: float = 0.0
+    leg: Leg = Leg.DECODE
 
 
 NO_LOAD = LegLoad()
@@ -63,6 +65,7 @@ class PoolEntry:
         records: how its legs ended.
         out_by: the id of the request whose failure opened the circuit; "" where active health did.
         left: it is not in the pool any more; legs that run on it end later.
+        joins_anew: it serves, and its preflight and its tests are to be made again, for it got another role.
     """
 
     view: NodeView
@@ -78,6 +81,7 @@ class PoolEntry:
     records: defaultdict[Leg, LegRecord] = dataclasses.field(default_factory=lambda: defaultdict(LegRecord))
     out_by: str = ""
     left: bool = False
+    joins_anew: bool = False
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -131,7 +135,8 @@ class Slot:
     """
 
     __slots__ = (
-        "_began", "_book", "_clock", "_entry", "_load", "_on_release", "_place", "_queued", "takes_room", "trial",
+        "_began", "_book", "_clock", "_ended", "_entry", "_load", "_on_release", "_place", "_queued", "takes_room",
+        "trial",
     )  # fmt: skip
 
     def __init__(
@@ -151,6 +156,7 @@ class Slot:
         self._began = clock.now()
         self._place = place = view.place(load.rank)
         self.trial = view.state is State.PROBING
+        self._ended = False
         place.legs += 1
         self._queued = load.queued is not None
         if load.queued is not None:
@@ -176,7 +182,7 @@ class Slot:
         now = self._clock.now()
         if tokens is None or entry.left:
             place.end_prompt(self._began, now)
-        elif self.takes_room:
+        elif self.takes_room and len(entry.node.roles) == 1:
             self._book.computed(Work.LOCAL, place, tokens, self._began, now)
         else:
             seconds = self._book.computed(Work.PREFILL, place, tokens, self._began, now)
@@ -209,6 +215,18 @@ class Slot:
         else:
             self._entry.alarms[self] = alarm
 
+    def end_leg(self) -> None:
+        """The leg is over. What it takes of the caches counts until the slot is released: its ticket is not read yet.
+        Idempotent."""
+        entry = self._entry
+        if entry is not None and not self._ended:
+            self.on_node_down(None)
+            self.computed()
+            self._ended = True
+            self._place.legs -= 1
+            entry.view.active -= 1
+            entry.view.changed(self._place)
+
     def release(self) -> None:
         """Give the place back. Idempotent; works after the node has left the pool."""
         entry = self._entry
@@ -217,13 +235,14 @@ class Slot:
         entry.alarms.pop(self, None)
         self._entry = None
         place, load = self._place, self._load
-        place.legs -= 1
+        if not self._ended:
+            place.legs -= 1
+            entry.view.active -= 1
         if self._queued and load.queued is not None:
             place.drop_prompt(load.key, load.queued)
         tokens, sequences = load.footprint
         place.tokens -= tokens
         place.sequences -= sequences
-        entry.view.active -= 1
         entry.view.changed(place)
         self._on_release(entry, self)
 

@@ -12,8 +12,9 @@ A test takes as long as the nodes take, up to minutes on hosts that are busy wit
 serves, clients would get 503 for so long: after `PATIENCE` the joining one serves, and exchanges no tickets until its
 tests are over.
 
-That is O(nodes) tests, and misses a pair that is wrong though each of the two is right with other nodes: all nodes of a
-cohort publish one fingerprint and run one release, so what can go wrong goes wrong by the node.
+Of two nodes that have both roles, each way is tested. That is O(nodes) tests, and misses a pair that is wrong though
+each of the two is right with other nodes: all nodes of a cohort publish one fingerprint and run one release, so what
+can go wrong goes wrong by the node.
 """
 
 import asyncio
@@ -63,7 +64,8 @@ class HandOverTest(Protocol):
 async def warm_up(pool: Pool, test: HandOverTest, clock: Clock, node: Node) -> None:
     """Warm the pairs of a joining node up, and prove nothing. Pairs that hand nothing over are not used."""
     partners = itertools.islice(partners_of(pool, node), MOST_PARTNERS)
-    await asyncio.gather(*(_warm(pool, test, clock, *in_order(node, partner)) for partner in partners))
+    pairs = (pair for partner in partners for pair in pairs_of(node, partner))
+    await asyncio.gather(*(_warm(pool, test, clock, *pair) for pair in pairs))
 
 
 async def _warm(pool: Pool, test: HandOverTest, clock: Clock, prefill: Node, decode: Node) -> None:
@@ -131,8 +133,8 @@ class Prover:
         with self._testing(node, partners[0], *unproved), self._serving_soon(node):
             await asyncio.gather(
                 self._prove(node, partners),
-                *(self._ask(*in_order(node, partner)) for partner in unproved),
-                *(_warm(self._pool, self._test, self._clock, *in_order(node, partner)) for partner in rest),
+                *(self._ask_both_ways(node, partner) for partner in unproved),
+                *(_warm(self._pool, self._test, self._clock, *pair) for each in rest for pair in pairs_of(node, each)),
             )
         self._publish()
 
@@ -148,10 +150,10 @@ class Prover:
 
     async def _serve_early(self, node: Node) -> None:
         await self._clock.sleep(PATIENCE)
-        others = [each for each in _serving(self._pool) if each.role is Role.DECODE and each.model == node.model]
-        if node.role is Role.DECODE and not others and node.name in self._pool:
-            pairs = ((each.name, node.name) for each in partners_of(self._pool, node))
-            self._early[node.name] = dict.fromkeys(pairs, _UNDER_WAY)
+        others = [each for each in _serving(self._pool) if Role.DECODE in each.roles and each.model == node.model]
+        if Role.DECODE in node.roles and not others and node.name in self._pool:
+            pairs = (pair for each in partners_of(self._pool, node) for pair in pairs_of(node, each))
+            self._early[node.name] = {(prefill.name, decode.name): _UNDER_WAY for prefill, decode in pairs}
             self._publish()
             self._pool.admit(node)
 
@@ -165,8 +167,12 @@ class Prover:
 
     async def _prove(self, node: Node, partners: list[Node]) -> None:
         for partner in partners[:WITNESSES]:
-            if await self._ask(*in_order(node, partner)) is Proof.PASSED:
+            if await self._ask_both_ways(node, partner):
                 return
+
+    async def _ask_both_ways(self, node: Node, partner: Node) -> bool:
+        """Test the two, one way after the other where both have both roles; whether all is well."""
+        return all([await self._ask(*pair) is Proof.PASSED for pair in pairs_of(node, partner)])
 
     def _rank(self, partner: Node) -> tuple[bool, bool]:
         """Whether it is unproved, and whether it is under test: proved partners come first."""
@@ -242,7 +248,7 @@ class Prover:
     def _next_pair(self, node: Node) -> tuple[Node, Node] | None:
         """The node with one of its partners, best a proved one; none that is barred, which has a time of its own.
         Partners take turns."""
-        pairs = [in_order(node, partner) for partner in partners_of(self._pool, node)]
+        pairs = [pair for partner in partners_of(self._pool, node) for pair in pairs_of(node, partner)]
         untried = [pair for pair in pairs if (pair[0].name, pair[1].name) not in self._pool.bars.pairs]
         best = [pair for pair in untried if any(self._evidence.proved(each.name) for each in pair)] or untried
         return best[next(self._turns) % len(best)] if best else None
@@ -254,13 +260,13 @@ def partners_of(pool: Pool, node: Node) -> Iterator[Node]:
 
 
 def could_pair(node: Node, other: Node) -> bool:
-    """Whether two nodes are of two roles, one cohort and one model, which is known."""
-    return node.role is not other.role and node.pairs_with(other.cohort) and node.model == other.model != ""
+    """Whether a ticket could pass between two nodes, one way or both: by roles, cohort and model, which is known."""
+    return node.is_partner(other) and node.model == other.model != ""
 
 
-def in_order(node: Node, partner: Node) -> tuple[Node, Node]:
-    """The two of them, the prefill node first."""
-    return (node, partner) if node.role is Role.PREFILL else (partner, node)
+def pairs_of(node: Node, partner: Node) -> list[tuple[Node, Node]]:
+    """The two of them, the prefill node first; both ways where both have both roles."""
+    return [pair for pair in ((node, partner), (partner, node)) if pair[0].may_hand_to(pair[1])]
 
 
 def _serving(pool: Pool) -> list[Node]:

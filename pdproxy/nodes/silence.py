@@ -176,8 +176,8 @@ class SilenceWatch:
     def _patience(self, node: Node, watched: _Watched, now: float) -> float:
         """Seconds for an answer."""
         silent = now - self._pool.silent_since(node.name)
-        streamed = node.role is Role.DECODE and silent < self._config.silence + AGAIN
-        least, most = self._config.timeout, self._config.timeout * PATIENT[node.role]
+        streamed = Role.DECODE in node.roles and silent < self._config.silence + AGAIN
+        least, most = self._config.timeout, self._config.timeout * max(PATIENT[role] for role in node.roles)
         return min(max(least, SLOWER * watched.slowest), most) if streamed else most
 
     async def _probe(self, node: Node, watched: _Watched, seconds: float) -> bool:
@@ -223,16 +223,17 @@ class SilenceWatch:
         silent at once, the network of this proxy is the likely cause."""
         if self._has_stand_in(node):
             return True
-        kin = [view for view in self._pool.snapshot().nodes if _kind(view.node) == _kind(node)]
+        kin = [view for view in self._pool.snapshot().nodes if _are_kin(view.node, node)]
         out = {view.node.name for view in kin if self._is_out(view.node.name)} | {node.name}
         left = {view.node.name for view in kin if view.takes_requests()} - out
         return bool(left) and len(out) <= max(1, int(self._config.share * len(left | out)))
 
     def _has_stand_in(self, node: Node) -> bool:
         """Whether a node of the other role could serve whole requests in its place, as far as is known."""
-        if node.role is Role.DECODE and self._config.on_no_decode is OnNoDecode.FAIL:
+        if Role.DECODE in node.roles and self._config.on_no_decode is OnNoDecode.FAIL:
             return False
-        others = (view for view in self._pool.snapshot().nodes if view.node.role is not node.role)
+        decodes = Role.DECODE in node.roles
+        others = (view for view in self._pool.snapshot().nodes if (Role.DECODE in view.node.roles) is not decodes)
         return any(
             view.node.model == node.model and view.takes_requests() and not self._is_out(view.node.name)
             for view in others
@@ -243,7 +244,8 @@ class SilenceWatch:
         return watched is not None and (watched.suspect or watched.spared or watched.given_up)
 
     def _conclude(self, node: Node, watched: _Watched, outcome: SilenceOutcome) -> None:
-        self._metrics.silence_probed(node.role, outcome)
+        for role in node.roles:
+            self._metrics.silence_probed(role, outcome)
         pause = AGAIN if outcome in (SilenceOutcome.ANSWERED, SilenceOutcome.TOO_MANY) else 0.0
         watched.quiet_until = self._clock.now() + pause
         if outcome is SilenceOutcome.TOO_MANY and not watched.spared:
@@ -262,5 +264,6 @@ class SilenceWatch:
         return f"nothing came for its requests for {silent:.1f} s, and two probes got no answer"
 
 
-def _kind(node: Node) -> tuple[str, str]:
-    return node.role, node.model
+def _are_kin(node: Node, other: Node) -> bool:
+    """Whether both do one thing, for one model."""
+    return node.model == other.model and node.shares_role(other)

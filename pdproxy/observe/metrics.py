@@ -1,7 +1,7 @@
 """What the proxy counts, on an injected registry, by typed methods: no label string is written at a call site."""
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 
 from msgspec.structs import astuple
@@ -264,13 +264,18 @@ class Metrics:
         for each in type(state):
             self._node_up.labels(node, role, each).set(1 if each is state else 0)
 
+    def roles_forgotten(self, node: str, roles: Iterable[enum.StrEnum], states: type[enum.StrEnum]) -> None:
+        """Drop the series of a node in roles that it has not any more: those of its states too."""
+        for role in roles:
+            self._node_active.remove(node, role)
+            for each in states:
+                self._node_up.remove(node, role, each)
+
     def node_forgotten(
-        self, node: str, role: enum.StrEnum, states: type[enum.StrEnum], phases: type[enum.StrEnum]
+        self, node: str, roles: Iterable[enum.StrEnum], states: type[enum.StrEnum], phases: type[enum.StrEnum]
     ) -> None:
         """Drop the series of a node that was removed: those of its states and of its circuit's phases too."""
-        self._node_active.remove(node, role)
-        for each in states:
-            self._node_up.remove(node, role, each)
+        self.roles_forgotten(node, roles, states)
         for phase in phases:
             self._circuit.remove(node, phase)
 

@@ -108,7 +108,7 @@ class NodePicker:
         self._record.enter(Phase.QUEUE)
         model = self._sub_request.request.model
         nodes = (view.node for view in self._context.pool.snapshot().nodes)
-        return next((node.model for node in nodes if node.role is Role.DECODE and node.serves(model)), "") or model
+        return next((node.model for node in nodes if Role.DECODE in node.roles and node.serves(model)), "") or model
 
     def plan(self) -> Plan:
         """Which nodes now, with room if there are such; raises the `ClientError` where there are none."""
@@ -116,7 +116,8 @@ class NodePicker:
         return self._recorded(self._with_room(chosen, self._context.config.decode_fill) or chosen)
 
     def plan_with_room(self, standing: Standing = Standing.WITHIN) -> Plan | None:
-        """As `plan`; None where the decode nodes that could take the prompt have no room for it now.
+        """As `plan`; None where the decode nodes that could take the prompt have no room for it now, or the nodes of
+        both roles that could compute it.
 
         By its key's ``standing`` there may be less room: the node that would compute the prompt must be about done with
         those that it has, and a key over its share leaves others some room on decode nodes and some nodes that compute.
@@ -132,14 +133,14 @@ class NodePicker:
         """Whether the node that would compute the prompt may be given it, of a key whose share is used up."""
         queue, pool, node = self._context.queue, self._context.pool, chosen.computing
         place = pool.view(node.name).place(chosen.rank(node))
-        work = Work.LOCAL if chosen.prefill is None else Work.PREFILL
+        work = Work.LOCAL if chosen.prefill is None and len(node.roles) == 1 else Work.PREFILL
         left = pool.load.seconds_left(work, place, self._context.clock.now())
         if not queue.about_done(left, pool.load.pace_at(work, place).seconds(self._uncached(chosen))):
             return False
         if standing is not Standing.OVER:
             return True
         request = self._sub_request.request
-        views = pool.snapshot().served(request.model).all.of(node.role)
+        views = pool.snapshot().served(request.model).all.of(_role_of(node, chosen))
         return queue.leaves_nodes(node.name, views, request.api_key)
 
     def _uncached(self, chosen: Plan) -> int:
@@ -155,17 +156,25 @@ class NodePicker:
             raise self._failed.no_node_left(error) from error
 
     def _with_room(self, chosen: Plan, most: float) -> Plan | None:
-        """A plan whose decode node has room: this one, or another one that disaggregates if this one does."""
-        context = self._context
-        if context.pool.view(chosen.decode.name).admits(self._footprint, most):
+        """A plan whose decode node has room, and its prefill node, where that has both roles: this one, or another one
+        that disaggregates if this one does. Nodes whose caches are full of prompts for each other would wait for ever.
+        """
+        context, prefill = self._context, chosen.prefill
+        if context.pool.view(chosen.decode.name).admits(self._footprint, most) and (
+            prefill is None
+            or Role.DECODE not in prefill.roles
+            or context.pool.view(prefill.name).admits(Footprint(self.prompt_tokens, 1), most)
+        ):
             return chosen
-        like = (view for view in context.pool.snapshot().nodes if view.node.role is chosen.decode.role)
+        role = Role.DECODE if Role.DECODE in chosen.decode.roles else Role.PREFILL
+        like = (view for view in context.pool.snapshot().nodes if role in view.node.roles)
         full = frozenset(view.node.name for view in like if not view.admits(self._footprint, most))
         try:
             other = self._plan(full)
         except NO_NODE_ERRORS:
             return None
-        return None if other.prefill is None and chosen.prefill is not None else other
+        alone = other.prefill is None and Role.PREFILL not in other.decode.roles
+        return None if alone and chosen.prefill is not None else other
 
     def _recorded(self, chosen: Plan) -> Plan:
         context, self._chosen = self._context, chosen
@@ -182,13 +191,16 @@ class NodePicker:
 
     def load(self, node: Node, leg: Leg) -> LegLoad:
         """What a prefill or decode leg adds to its node: of a decode leg the caches take in the answers too, if these
-        are as long as others were."""
+        are as long as others were. A prefill leg counts there where the node has both roles."""
         chosen, request = self._chosen, self._sub_request.request
-        footprint = self._footprint if leg is Leg.DECODE else NO_FOOTPRINT
+        if leg is Leg.DECODE:
+            footprint = self._footprint
+        else:
+            footprint = Footprint(self.prompt_tokens, 1) if Role.DECODE in node.roles else NO_FOOTPRINT
         if chosen is None:
-            return LegLoad(footprint=footprint)
+            return LegLoad(footprint=footprint, leg=leg)
         queued = self._uncached(chosen) if node is chosen.computing else None
-        return LegLoad(chosen.rank(node), queued, footprint, request.api_key, request.arrived)
+        return LegLoad(chosen.rank(node), queued, footprint, request.api_key, request.arrived, leg)
 
     def headers(self, node: Node) -> Headers:
         """The headers of a leg to a node: they name the planned rank."""
@@ -284,9 +296,9 @@ class NodePicker:
             return  # vLLM chose among several
         self._counted = True
         if node in (chosen.prefill, chosen.decode):
-            outcome = predicted(planned, cached, node.block_size or USUAL_BLOCK)
-            self._context.metrics.hit(node.role, planned, cached, outcome)
-            self._context.in_flight.planned_hits[node.role].add(usage.prompt or 0, planned, cached, outcome)
+            outcome, role = predicted(planned, cached, node.block_size or USUAL_BLOCK), _role_of(node, chosen)
+            self._context.metrics.hit(role, planned, cached, outcome)
+            self._context.in_flight.planned_hits[role].add(usage.prompt or 0, planned, cached, outcome)
         if source is not None:
             source.learn(self._sub_request, RealHit(Place(node.name, rank or 0), usage.prompt, cached))
 
@@ -316,7 +328,7 @@ class NodePicker:
     def _foreign(self, cohort: str) -> frozenset[str]:
         """For a stream that moves: decode nodes of other cohorts than the one that it began in, maybe of other weights,
         while there is one of that."""
-        views = [view for view in self._context.pool.snapshot().nodes if view.node.role is Role.DECODE]
+        views = [view for view in self._context.pool.snapshot().nodes if Role.DECODE in view.node.roles]
         other = frozenset(view.name for view in views if not view.node.pairs_with(cohort))
         barred = other | self._failed.excluded | (self._unable() if self._resuming else _NO_NAMES)
         model = self._sub_request.request.model
@@ -326,4 +338,9 @@ class NodePicker:
     def _unable(self) -> frozenset[str]:
         """Decode nodes that cannot resume, for a leg that does."""
         nodes = (view.node for view in self._context.pool.snapshot().nodes)
-        return frozenset(node.name for node in nodes if node.role is Role.DECODE and not self.resumes(node))
+        return frozenset(node.name for node in nodes if Role.DECODE in node.roles and not self.resumes(node))
+
+
+def _role_of(node: Node, chosen: Plan) -> Role:
+    """As what a node of a plan computes the prompt."""
+    return Role.PREFILL if node is chosen.prefill or Role.DECODE not in node.roles else Role.DECODE

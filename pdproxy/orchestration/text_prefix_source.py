@@ -150,7 +150,7 @@ def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit | None:
     boundary before the last token that was computed. Of a prefill leg that is earlier than the prompt's.
     """
     block, leg, earlier = _block(node), tokens, hit.resume
-    if node.role is Role.PREFILL:
+    if Role.PREFILL in node.roles:
         leg = covered_tokens(node, tokens) if tokens else 0
         earlier = covered_tokens(node, earlier) if earlier else 0
     attention = min(hit.attention, leg - 1) // block * block

@@ -76,7 +76,8 @@ class UpstreamRequest:
         self._slot: Slot | None = None
         """On the decode node."""
         self._prefill_slot: Slot | None = None
-        """On the prefill node of the plan, until its leg has ended."""
+        """On the prefill node of the plan, until its leg has ended; where that has both roles, until its ticket is read
+        or given up."""
         self._response: HttpResponse | None = None
         """Of the decode leg."""
         self._span: LegSpan | None = None
@@ -149,7 +150,11 @@ class UpstreamRequest:
             if span is not None:
                 span.used(Usage(answer.prompt_tokens, None, answer.cached_tokens))
         finally:
-            slot.release()
+            if slot.takes_room:
+                slot.end_leg()  # until the ticket is read, or given up, its blocks are held
+            else:
+                self._prefill_slot = None
+                slot.release()
             if span is not None:
                 span.end()
         self._failed.leg_served(Leg.PREFILL, node.name)
@@ -335,9 +340,9 @@ class UpstreamRequest:
         self.sub_request.held.drop()
         self._failed.close()
         self.nodes.admission.end()
+        self._release_hand_over()
         if self._prefill_slot is not None:
             self._prefill_slot.release()
-        self._release_hand_over()
         await self._close_decode_leg()
 
     def _acquire(self, chosen: Plan) -> None:
@@ -385,11 +390,15 @@ class UpstreamRequest:
         if self._sent_twice:
             self._release_hand_over()
         self._unread = None
+        if self._prefill_slot is not None:
+            self._prefill_slot.release()
 
     def _release_hand_over(self) -> None:
         """Have the hand-over freed, unless it was read."""
         unread, self._unread = self._unread, None
         if unread is not None:
+            if self._prefill_slot is not None:
+                self._prefill_slot.release()
             node, hand_over_id = unread
             release_later(self._context, node, self.sub_request.request.model, hand_over_id, self.sub_request.headers)
 

@@ -1,4 +1,7 @@
-"""The least loaded pair of a cohort where some pairs are barred: the least loaded node may have no partner. Pure."""
+"""The least loaded pair of a cohort where some pairs are barred, or nodes have both roles. Pure.
+
+The least loaded node may have no partner, or be its own, which it cannot.
+"""
 
 import dataclasses
 import itertools
@@ -45,7 +48,7 @@ def lightest_allowed_pair(
     levels = _levels([view for view in decodes if view.node.name not in bars.nodes])
     lowest, ties = float("inf"), list[_Tie]()
     for prefill in prefills:
-        mine = barred.get(prefill.node.name, frozenset())
+        mine = barred.get(prefill.node.name, frozenset()) | {prefill.node.name}
         level = None if prefill.node.name in bars.nodes else next((each for each in levels if each.free(mine)), None)
         if level is None or prefill.load + level.load > lowest:
             continue

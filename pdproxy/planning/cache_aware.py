@@ -4,6 +4,10 @@ The costs of prefill and of decode places are found apart (`cost`), and the best
 hand-over costs depends on the decode place alone. Only places that have something cached are looked at one by one; all
 others differ by their load alone. Of places that cost nearly the same, the request's session decides, or what they did
 lately.
+
+A node of both roles may compute the prompt, take it over, or do both: the best pair of two nodes is compared with the
+best node of both roles alone. Its streams get no token while it computes, which costs them (`cost.Stalls`); so a prompt
+is computed where few streams run, and an answer is generated where few prompts are computed, where that pays.
 """
 
 import dataclasses
@@ -13,8 +17,19 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from pdproxy.nodes.load import PlaceLoad
-from pdproxy.nodes.node import Bars, NodeView, Role
-from pdproxy.planning.cost import Cost, Estimate, HandOverCost, LocalCost, PrefillCost, may_keep_states
+from pdproxy.nodes.node import Bars, Group, NodeView, Role
+from pdproxy.planning.cost import (
+    Cost,
+    Estimate,
+    HandOverCost,
+    LocalCost,
+    PrefillCost,
+    SharedHandOverCost,
+    SharedLocalCost,
+    SharedPrefillCost,
+    Stalls,
+    may_keep_states,
+)
 from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place
@@ -41,7 +56,8 @@ class CacheAware:
 
     Attributes:
         itl_budget: seconds for which a decode node's streams may get no token since it computes a prompt that a prefill
-            node could; 0: it never does.
+            node could; 0: it never does. A node of both roles may be the best place all the same: there, what is above
+            it costs more.
     """
 
     itl_budget: float = ITL_BUDGET
@@ -52,7 +68,7 @@ class CacheAware:
         cost: Cost = compared.prefill
         if role is Role.DECODE:
             cost = compared.local() if candidates.needs.partner is None else compared.hand_over
-        best = compared.best(cost, candidates.open(role), compared.hits(role), turn)
+        best = compared.best(cost, candidates.open(role), compared.hits(cost.role), turn)
         return best and compared.alone(best, compared.reason(best, role), local)
 
     def pair(self, candidates: Candidates, turn: int) -> Plan | None:
@@ -63,6 +79,10 @@ class CacheAware:
         if found is None:
             return None
         prefill, decode = found
+        if candidates.shared:
+            alone = compared.best_alone(turn)
+            if alone is not None and alone.score < prefill.score + decode.score:
+                return compared.alone(alone, compared.reason(alone, Role.DECODE), LocalReason.ALONE)
         resuming = compared.resuming() if compared.hits(Role.DECODE) else None
         if resuming is not None and (
             resuming.seconds + compared.again(resuming, prefill) < prefill.seconds + decode.seconds
@@ -86,7 +106,7 @@ class Comparison:
         hand_over: the cost of decode places that get a ticket.
     """
 
-    __slots__ = ("_hits", "_policy", "candidates", "hand_over", "prefill", "tokens")
+    __slots__ = ("_deepest", "_hits", "_policy", "candidates", "hand_over", "prefill", "tokens")
 
     def __init__(self, policy: CacheAware, candidates: Candidates) -> None:
         needs, book = candidates.needs, candidates.book
@@ -99,12 +119,24 @@ class Comparison:
         for view, _, hit in cached:
             if hit.attention > deepest and may_keep_states(view.node):
                 deepest = hit.attention
-        self.prefill = PrefillCost(self.tokens, book, deepest, cached=bool(cached))
-        self.hand_over = HandOverCost(self.tokens, book)
+        self._deepest = deepest
+        self.prefill: PrefillCost
+        self.hand_over: HandOverCost
+        if candidates.shared:
+            stalls = Stalls(policy.itl_budget)
+            self.prefill = SharedPrefillCost(self.tokens, book, deepest, stalls, cached=bool(cached))
+            self.hand_over = SharedHandOverCost(self.tokens, book)
+        else:
+            self.prefill = PrefillCost(self.tokens, book, deepest, cached=bool(cached))
+            self.hand_over = HandOverCost(self.tokens, book)
 
-    def local(self) -> LocalCost:
+    def local(self) -> Cost:
         """The cost of decode places that compute the prompt; few plans ask for it."""
-        return LocalCost(self.tokens, self.candidates.book)
+        book = self.candidates.book
+        if not self.candidates.shared:
+            return LocalCost(self.tokens, book)
+        stalls, cached = Stalls(self._policy.itl_budget), bool(self._hits[Role.DECODE])
+        return SharedLocalCost(self.tokens, book, self._deepest, stalls, cached=cached)
 
     def hits(self, role: Role) -> "Sequence[_PlaceHit]":
         """What places of a role have cached."""
@@ -131,16 +163,41 @@ class Comparison:
                 prefill = self.best(self.prefill, group.prefills, prefill_hits, turn)
                 decode = self.best(self.hand_over, group.decodes, decode_hits, turn)
                 found = None if prefill is None or decode is None else (prefill, decode)
+                if candidates.shared and found is not None and found[0].view is found[1].view:
+                    found = self._of_two_nodes(found, group, turn)
             if found is not None and (best is None or found[0].score + found[1].score < best[0].score + best[1].score):
                 best = found
         return best
 
+    def _of_two_nodes(
+        self, one: tuple[Estimate, Estimate], group: Group, turn: int
+    ) -> tuple[Estimate, Estimate] | None:
+        """One node is the best place for both: the best pair in which it does one of the two, and another node the
+        other one."""
+        (prefill, decode), node = one, one[0].view
+        prefills, decodes = ([view for view in views if view is not node] for views in (group.prefills, group.decodes))
+        computing, taking_over = ([hit for hit in self._hits[role] if hit[0] in prefills + decodes] for role in Role)
+        other_prefill = self.best(self.prefill, prefills, computing, turn)
+        other_decode = self.best(self.hand_over, decodes, taking_over, turn)
+        found = [(prefill, other_decode)] if other_decode is not None else []
+        found += [(other_prefill, decode)] if other_prefill is not None else []
+        return min(found, key=lambda pair: pair[0].score + pair[1].score, default=None)
+
+    def best_alone(self, turn: int) -> Estimate | None:
+        """The node of both roles that serves the whole request at the least cost."""
+        views = [view for view in self.candidates.open(Role.DECODE) if len(view.node.roles) > 1]
+        hits = [hit for hit in self.hits(Role.DECODE) if len(hit[0].node.roles) > 1]
+        return self.best(self.local(), views, hits, turn)
+
     def resuming(self) -> Estimate | None:
-        """The decode place that resumes by itself and computes the rest soonest, within the budget for its streams."""
+        """The decode place that resumes by itself and computes the rest soonest, within the budget for its streams.
+        Nodes of both roles are left to `best_alone`."""
         if self._policy.itl_budget <= 0:
             return None
-        cost = self.local()
-        found = [cost.at(*each) for each in self.hits(Role.DECODE) if each[2].resume > 0]
+        cost = LocalCost(self.tokens, self.candidates.book)
+        found = [
+            cost.at(*each) for each in self.hits(Role.DECODE) if each[2].resume > 0 and len(each[0].node.roles) == 1
+        ]
         allowed = [each for each in found if cost.stall(each) <= self._budget(each)]
         return min(allowed, key=_SCORE, default=None)
 
@@ -183,7 +240,7 @@ class Comparison:
             return estimates[0] if estimates else cost.at(views[0], views[0].lightest, NO_HIT)
         least = min(map(_SCORE, estimates), default=math.inf)
         fresh: Sequence[NodeView] = ()
-        if not estimates or _near(least) >= cost.least_fresh(views, self.candidates.heaviest(views[0].node.role)):
+        if not estimates or _near(least) >= cost.least_fresh(views, self.candidates.heaviest(cost.role)):
             scores = cost.fresh(views)
             least = min(least, *scores)
             most = _near(least)
@@ -206,7 +263,7 @@ class Comparison:
 
     def _fresh_estimate(self, cost: Cost, view: NodeView) -> Estimate:
         """With what its lightest rank has cached after all, where that hardly matters."""
-        hits = self._hits[view.node.role]
+        hits = self._hits[cost.role]
         hit = next((hit for each, place, hit in hits if each is view and place is view.lightest), NO_HIT)
         return cost.at(view, view.lightest, hit)
 
@@ -267,7 +324,8 @@ def _by_role(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Role,
     for (name, rank), hit in hits.items():
         view = named(name)
         if view is not None and rank < len(view.places):
-            found[view.node.role].append((view, view.places[rank], hit))
+            for role in view.node.roles:
+                found[role].append((view, view.places[rank], hit))
     return found
 
 

@@ -18,9 +18,14 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from pdproxy.nodes.load import Load, PlaceLoad, Work
-from pdproxy.nodes.node import Node, NodeView
-from pdproxy.planning.prefix import Hit
+from pdproxy.nodes.node import Node, NodeView, Role
+from pdproxy.planning.prefix import NO_HIT, Hit
 
+STALLED, OVER_BUDGET = 0.1, 0.5
+"""What a second costs in which a stream gets no token since its node computes a prompt, in seconds of waiting for a
+first token; and what one costs above ``policy.itl_budget``, in addition."""
+ANSWER_SECONDS = 1.0
+"""What it costs an answer to be generated on a node that always computes prompts, too."""
 COPY_SHARE = 1.0
 """Of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the first
 queue, with more than 1 it stays where prompts wait longer than the copy would have cost."""
@@ -70,7 +75,10 @@ class Estimate(NamedTuple):
 
 
 class Cost(Protocol):
-    """What places cost one prompt."""
+    """What places cost one prompt. ``role``: of the nodes whose places are asked for it."""
+
+    @property
+    def role(self) -> Role: ...
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         """The scores of nodes that have cached nothing of it, each on its lightest rank. Fast: there are many."""
@@ -92,6 +100,7 @@ class PrefillCost:
         cached: any place has something of the prompt. Where none has, places are compared by their queues alone.
     """
 
+    role = Role.PREFILL
     __slots__ = (
         "_book", "_busy_weight", "_deepest", "_fixed", "_fresh_seconds", "_later", "_per_token", "_tokens",
     )  # fmt: skip
@@ -136,6 +145,7 @@ class PrefillCost:
 class HandOverCost:
     """A decode node gets a ticket: the attention blocks that it lacks and one state are moved; and its load counts."""
 
+    role = Role.DECODE
     __slots__ = ("_book", "_fixed", "_per_token", "_tokens")
 
     def __init__(self, tokens: int, book: Load) -> None:
@@ -159,6 +169,7 @@ class HandOverCost:
 class LocalCost:
     """A decode node computes the prompt itself: what waits there, its uncached tokens, the node's load."""
 
+    role = Role.DECODE
     __slots__ = ("_book", "_fixed", "_per_token", "_tokens")
 
     def __init__(self, tokens: int, book: Load) -> None:
@@ -191,6 +202,79 @@ class LocalCost:
         """
         place, own = estimate.place, self._tokens - estimate.hit.resume
         return self._per_token * place.local * max(place.queued, own)
+
+
+class Stalls:
+    """What it costs the streams of a place that it computes a prompt. ``budget``: `CacheAware.itl_budget`."""
+
+    __slots__ = ("_budget",)
+
+    def __init__(self, budget: float) -> None:
+        self._budget = budget
+
+    def cost(self, place: PlaceLoad, seconds: float) -> float:
+        """For a prompt that takes so long."""
+        streams = place.legs - place.prompts
+        return streams * (STALLED * seconds + OVER_BUDGET * max(0.0, seconds - self._budget))
+
+
+class SharedPrefillCost(PrefillCost):
+    """The same where nodes have both roles: of their legs those are ahead whose prompts are still to be computed, and
+    the others are streams, which get no token meanwhile."""
+
+    __slots__ = ("_stalls",)
+
+    def __init__(self, tokens: int, book: Load, deepest: int, stalls: Stalls, *, cached: bool) -> None:
+        super().__init__(tokens, book, deepest, cached=cached)
+        self._stalls = stalls
+
+    def fresh(self, views: Sequence[NodeView]) -> list[float]:
+        return [self.at(view, view.lightest, NO_HIT).score for view in views]
+
+    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
+        plain, fixed = super().at(view, place, hit), self._fixed
+        seconds = plain.seconds - (place.legs - place.prompts) * fixed * place.prefill
+        own = (fixed + (self._tokens - hit.resume) * self._per_token) * place.prefill
+        added = seconds - plain.seconds + self._stalls.cost(place, own)
+        return Estimate(plain.score + added / view.room, seconds, view, place, hit)
+
+
+class SharedHandOverCost(HandOverCost):
+    """The same where nodes have both roles: what is computed there first comes before the first token, and what will be
+    computed there later comes between tokens."""
+
+    __slots__ = ("_prompt_seconds",)
+
+    def __init__(self, tokens: int, book: Load) -> None:
+        super().__init__(tokens, book)
+        self._prompt_seconds = book.pace(Work.PREFILL).per_token
+
+    def fresh(self, views: Sequence[NodeView]) -> list[float]:
+        return [self.at(view, view.lightest, NO_HIT).score for view in views]
+
+    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
+        plain = super().at(view, place, hit)
+        seconds = plain.seconds + place.queued * self._prompt_seconds * place.prefill
+        score = plain.score + (seconds - plain.seconds + answer_stalls(self._book, place)) / view.room
+        return Estimate(score, seconds, view, place, hit)
+
+
+class SharedLocalCost(SharedPrefillCost):
+    """A node of both roles computes the prompt and generates the answer."""
+
+    role = Role.DECODE
+    __slots__ = ()
+
+    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
+        computing = super().at(view, place, hit)
+        seconds = computing.seconds + (place.crowd + 1) * SEQUENCE_SECONDS
+        score = computing.score + (seconds - computing.seconds + answer_stalls(self._book, place)) / view.room
+        return Estimate(score, seconds, view, place, hit)
+
+
+def answer_stalls(book: Load, place: PlaceLoad) -> float:
+    """What an answer waits, between its tokens, for prompts that its place will compute, as it did lately."""
+    return min(1.0, place.busy * book.busy_weight) * ANSWER_SECONDS
 
 
 def _least_crowd(views: Sequence[NodeView]) -> float:

@@ -26,15 +26,16 @@ class Candidates:
         book: how fast the places are, and how busy they were.
         needs: what the plan is made for.
         may_pair: whether there is a pair at all, but for bars and nodes that failed this request.
+        shared: whether any node has both roles.
     """
 
-    __slots__ = ("_restricted", "_served", "bars", "book", "may_pair", "needs")
+    __slots__ = ("_restricted", "_served", "bars", "book", "may_pair", "needs", "shared")
 
     def __init__(self, snapshot: Snapshot, needs: PlanInput) -> None:
         self.needs = needs
         self._served = served = snapshot.served(needs.model)
         self._restricted = bool(needs.excluded) or needs.partner is not None
-        self.may_pair = served.pairs
+        self.may_pair, self.shared = served.pairs, served.shared
         self.bars, self.book = snapshot.bars, snapshot.load
 
     def serving(self, role: Role) -> Sequence[NodeView]:
@@ -57,7 +58,7 @@ class Candidates:
     def may_take(self, view: NodeView) -> bool:
         """Whether one that serves the model may get this request."""
         partner = self.needs.partner
-        return view.name not in self.needs.excluded and (partner is None or self.paired(view.node, partner))
+        return view.name not in self.needs.excluded and (partner is None or self.allow(partner, view.node))
 
     def cohorts(self) -> Sequence[Group]:
         """Those of each cohort; bars are not looked at."""
@@ -77,10 +78,6 @@ class Candidates:
     def allow(self, prefill: Node, decode: Node) -> bool:
         """Whether a ticket can pass from one to the other."""
         return prefill.pairs_with(decode.cohort) and self.bars.allow(prefill.name, decode.name)
-
-    def paired(self, node: Node, partner: Node) -> bool:
-        """`allow`, for two nodes of whichever role."""
-        return self.allow(node, partner) if node.role is Role.PREFILL else self.allow(partner, node)
 
 
 class RoutingPolicy(Protocol):
@@ -205,7 +202,9 @@ def _why_no_pair(candidates: Candidates, needs: PlanInput, policy: PlanPolicy) -
         if fail:
             raise _lack(candidates, Role.PREFILL, needs)
         return LocalReason.NO_PREFILL
-    barred = any(group.prefills and group.decodes for group in candidates.cohorts())
+    barred = any(group.has_pair() for group in candidates.cohorts())
+    if not barred and any(len(view.node.roles) > 1 for view in candidates.open(Role.DECODE)):
+        return LocalReason.ONLY_NODE  # that is no failure: it is the prefill node, too
     if fail:
         raise NoNode(NoNodeReason.BARRED_PAIR if barred else NoNodeReason.NO_PAIR, needs.model)
     return LocalReason.BARRED_PAIR if barred else LocalReason.NO_PAIR
@@ -214,7 +213,7 @@ def _why_no_pair(candidates: Candidates, needs: PlanInput, policy: PlanPolicy) -
 def _lack(candidates: Candidates, role: Role, needs: PlanInput) -> NoNode:
     """Why there is no node of this role."""
     partner = needs.partner
-    serving = (view for view in candidates.serving(role) if partner is None or candidates.paired(view.node, partner))
+    serving = (view for view in candidates.serving(role) if partner is None or candidates.allow(partner, view.node))
     missing = NoNodeReason.NO_DECODE if role is Role.DECODE else NoNodeReason.NO_PREFILL
     return NoNode(NoNodeReason.EXCLUDED if any(True for _ in serving) else missing, needs.model)
 
@@ -226,10 +225,11 @@ def _least(views: Sequence[NodeView], turn: int) -> NodeView:
 
 
 def _lightest_pair(group: Group, bars: Bars, turn: int) -> tuple[NodeView, NodeView] | None:
-    """Where nothing is barred, each of the two is chosen by itself."""
+    """Where nothing is barred, each of the two is chosen by itself, unless that is one node of both roles."""
     prefills, decodes = group.prefills, group.decodes
     if not prefills or not decodes:
         return None
-    if bars:
+    prefill, decode = _least(prefills, turn), _least(decodes, turn)
+    if bars or prefill is decode:
         return lightest_allowed_pair(prefills, decodes, bars, turn)
-    return _least(prefills, turn), _least(decodes, turn)
+    return prefill, decode

@@ -38,7 +38,7 @@ class PlanInput(msgspec.Struct, frozen=True):
         model: as the client named it.
         local: why it cannot be disaggregated; None when it can.
         excluded: names of nodes that must not be used (they failed this request).
-        partner: the node of the other role, where it is chosen already: a ticket must be able to pass; None for any.
+        partner: the prefill node whose ticket the decode node must be able to use; None for any.
         session: a hash of the key of its session, 64 bits; None where it names none.
         prefix: what places have cached of the prompt; None where nothing is known.
         tokens: about how long the prompt is, for when ``prefix`` does not say; 0 for unknown.

@@ -122,6 +122,6 @@ def _first_pair(candidates: Candidates, prefills: KeyOrder, decodes: KeyOrder) -
         decode = next((view for view in decodes if candidates.allow(prefill.node, view.node)), None)
         if decode is not None:
             return prefill, decode
-        if not candidates.bars:
+        if not candidates.bars and Role.DECODE not in prefill.node.roles:
             alone.add(prefill.node.cohort)
     return None

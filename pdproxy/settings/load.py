@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -55,16 +56,18 @@ def _message(error: ErrorDetails, sources: Sequence[SettingsSource]) -> str:
     if kind == "value_error" and location[0] in sections() and len(location) == 1:
         return str(error["ctx"]["error"])  # of a section as a whole, which several sources may have filled
     setting = location[:-1] if kind == "missing" else location[: 3 if location[0] == "nodes" else 2]
-    source, value = _origin(setting, sources)
-    place = source.place(location if location[0] == "nodes" else location[:2])  # of a list, not of what is in it
+    source, written, value = _origin(setting, sources)
+    whole = (*written, *location[len(written) :])
+    place = source.place(whole if location[0] == "nodes" else location[:2])  # of a list, not of what is in it
     return f"{place}: {_complaint(error, value)}"
 
 
-def _origin(location: Location, sources: Sequence[SettingsSource]) -> tuple[SettingsSource, Any]:
-    """The first of the sources that has a value at a location, and the value as it was written."""
-    for source in sources:
+def _origin(location: Location, sources: Sequence[SettingsSource]) -> tuple[SettingsSource, Location, Any]:
+    """The first of the sources that has a value at a location; the location and the value as they were written."""
+    short = tuple("role" if each == "roles" else each for each in location)
+    for source, path in itertools.product(sources, (location, short)):
         with contextlib.suppress(LookupError, TypeError):
-            return source, functools.reduce(operator.getitem, location, source())  # type: ignore[arg-type]
+            return source, path, functools.reduce(operator.getitem, path, source())  # type: ignore[arg-type]
     raise LookupError(f"no source has {location}")
 
 
@@ -90,7 +93,7 @@ def _complaint(error: ErrorDetails, value: object) -> str:
         return f"{key} must be {takes}, not {value!r}."
     if len(location) > 1:
         return f"{key} must map names to values, not be {value!r}."
-    return "nodes must be a list of entries with url and role."
+    return "nodes must be a list of entries with url and roles."
 
 
 def _unknown(location: Location) -> str:

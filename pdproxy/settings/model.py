@@ -76,19 +76,28 @@ class Listen(Section):
             )
 
 
+def _short_form(schema: dict[str, Any]) -> None:
+    """In a file, `role` may stand for `roles`."""
+    schema["properties"]["role"] = {"type": "string", "enum": [*types.Role], "description": "Short for one of `roles`."}
+
+
 class ConfiguredNode(Section):
     """One vLLM node, known from the start."""
 
+    model_config = ConfigDict(json_schema_extra=_short_form)
+
     url: types.NodeUrl
     """Base address, such as http://10.0.0.1:8000."""
-    role: types.Role
-    """What the node is asked to do."""
+    roles: types.NodeRoles = tuple(types.Role)
+    """What the node is asked to do; `role: decode` is short for `roles: [decode]`."""
     model: types.Text = ""
     """Model as clients name it; empty asks the node."""
     aliases: types.Texts = ()
     """Further names served here, such as LoRA adapters."""
     weight: types.Number = Field(default=1.0, gt=0)
     """Relative share of requests."""
+
+    _roles = model_validator(mode="before")(types.with_roles)
 
 
 class Discovery(Section):
@@ -98,16 +107,20 @@ class Discovery(Section):
     """How prefill nodes are found."""
     decode: types.DiscoveryKind = types.DiscoveryKind.STATIC
     """How decode nodes are found."""
+    node: types.DiscoveryKind = types.DiscoveryKind.STATIC
+    """How nodes of both roles are found; with `file`, nodes of whatever roles the file says."""
     scheme: types.Scheme = types.Scheme.HTTP
     """How nodes found by `dns` and `kubernetes` are spoken to."""
     file: types.OptionalFile = None
-    """For `file`: YAML list of nodes, each as in `nodes`, of both roles."""
+    """For `file`: YAML list of nodes, each as in `nodes`."""
     file_interval: types.Seconds = Field(default=5.0, gt=0)
     """Between two looks into the file."""
     prefill_name: types.Text = ""
     """For `dns`: the name of the prefill nodes."""
     decode_name: types.Text = ""
     """For `dns`: the name of the decode nodes."""
+    node_name: types.Text = ""
+    """For `dns`: the name of the nodes of both roles."""
     dns_port: types.Port = 0
     """For `dns`: the nodes' port; 0 takes it from SRV records."""
     dns_interval: types.Seconds = Field(default=10.0, gt=0)
@@ -116,6 +129,8 @@ class Discovery(Section):
     """For `kubernetes`: labels such as kubernetes.io/service-name=prefill, of EndpointSlices."""
     decode_selector: types.Text = ""
     """For `kubernetes`: the same for the decode nodes."""
+    node_selector: types.Text = ""
+    """For `kubernetes`: the same for the nodes of both roles."""
     namespace: types.Text = ""
     """For `kubernetes`: where the slices are; empty is the pod's own."""
     port_name: types.Text = ""
@@ -126,18 +141,18 @@ class Discovery(Section):
     @property
     def wanted(self) -> bool:
         """Whether any nodes are to be found."""
-        return {self.prefill, self.decode} != {types.DiscoveryKind.STATIC}
+        return {self.prefill, self.decode, self.node} != {types.DiscoveryKind.STATIC}
 
     @model_validator(mode="after")
     def _what_is_looked_for(self) -> Self:
-        for role, kind in (("prefill", self.prefill), ("decode", self.decode)):
+        for nodes, kind in (("prefill", self.prefill), ("decode", self.decode), ("node", self.node)):
             needs = {
                 types.DiscoveryKind.FILE: "file",
-                types.DiscoveryKind.DNS: f"{role}_name",
-                types.DiscoveryKind.KUBERNETES: f"{role}_selector",
+                types.DiscoveryKind.DNS: f"{nodes}_name",
+                types.DiscoveryKind.KUBERNETES: f"{nodes}_selector",
             }
             if kind in needs and not getattr(self, needs[kind]):
-                raise ValueError(f"discovery.{role} is {kind}: that needs discovery.{needs[kind]}.")
+                raise ValueError(f"discovery.{nodes} is {kind}: that needs discovery.{needs[kind]}.")
         return self
 
 
@@ -345,12 +360,7 @@ class Settings(BaseSettings):
     @field_validator("nodes")
     @classmethod
     def _each_once(cls, nodes: tuple[ConfiguredNode, ...]) -> tuple[ConfiguredNode, ...]:
-        seen: set[tuple[str, types.Role]] = set()
-        for node in nodes:
-            if (node.url, node.role) in seen:
-                raise ValueError(f"the {node.role} node {node.url} is there twice; use weight to give it more.")
-            seen.add((node.url, node.role))
-        return nodes
+        return types.one_for_each_address(nodes)
 
     @classmethod
     def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:

@@ -18,7 +18,9 @@ from pdproxy.settings.model import Settings
 from pdproxy.settings.types import Role
 
 CONFIG = PREFIX + "CONFIG"
-NODES = {PREFIX + role.upper(): role for role in Role}
+ROLES = {**{role.value: (role,) for role in Role}, "node": tuple(Role)}
+"""What a node does that is named so, by a flag or a variable."""
+NODES = {PREFIX + word.upper(): roles for word, roles in ROLES.items()}
 
 Location: TypeAlias = tuple[str | int, ...]
 """The path of keys to a value: ``("deadlines", "stall")``, ``("nodes", 0, "url")``."""
@@ -45,8 +47,8 @@ class EnvironmentSource(EnvSettingsSource):
         self.faults = _unknown_variables(environment, {*known, CONFIG, *NODES})
         self.env_vars = {name.lower(): value for name, value in environment.items() if name in known}
         self._nodes = [
-            (name, {"url": url, "role": role})
-            for name, role in NODES.items()
+            (name, {"url": url, "roles": roles})
+            for name, roles in NODES.items()
             for url in environment.get(name, "").split(",")
             if url.strip()
         ]
@@ -71,7 +73,9 @@ class FlagSource(InitSettingsSource):
         for setting in every_setting():
             if given.get(setting.key) is not None:
                 values.setdefault(setting.section, {})[setting.name] = given[setting.key]
-        self._nodes = [(f"--{role}", {"url": url, "role": role}) for role in Role for url in given[role]]
+        self._nodes = [
+            (f"--{word}", {"url": url, "roles": roles}) for word, roles in ROLES.items() for url in given[word]
+        ]
         super().__init__(Settings, values | _with_nodes(self._nodes))
 
     def place(self, location: Location) -> str:
@@ -100,9 +104,10 @@ def add_flags(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> Non
     """
     helps = not {"-h", "--help"}.isdisjoint(words)
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
-    for role in Role:
+    for word in ROLES:
+        kind = "node that does both" if word == "node" else f"{word} node"
         parser.add_argument(
-            f"--{role}", action="append", default=[], metavar="URL", help=f"Address of a {role} node; repeatable."
+            f"--{word}", action="append", default=[], metavar="URL", help=f"Address of a {kind}; repeatable."
         )
     groups = {name: parser.add_argument_group(name, kind.__doc__) for name, kind in sections().items()}
     for each in every_setting():
@@ -118,7 +123,7 @@ def refuse_unknown(unknown: Sequence[str]) -> None:
         SettingsError: there are any.
     """
     if unknown:
-        flags = ("--config", *(f"--{role}" for role in Role), *SHORT.values(), *(s.flag for s in every_setting()))
+        flags = ("--config", *(f"--{word}" for word in ROLES), *SHORT.values(), *(s.flag for s in every_setting()))
         near = did_you_mean(unknown[0].partition("=")[0], {name: name for name in flags})
         raise SettingsError(f"{unknown[0]} is no flag of this command.{near}")
 
@@ -133,7 +138,7 @@ def _unknown_variables(environment: Mapping[str, str], known: set[str]) -> list[
     ]
 
 
-def _with_nodes(nodes: Sequence[tuple[str, dict[str, str]]]) -> dict[str, Any]:
+def _with_nodes(nodes: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     return {"nodes": [node for _, node in nodes]} if nodes else {}
 
 

@@ -3,9 +3,9 @@
 import dataclasses
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Le, MinLen
@@ -15,6 +15,7 @@ from pydantic import (
     FilePath,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainValidator,
     WithJsonSchema,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -140,6 +141,63 @@ class Role(OneOf):
     DECODE = "decode"
 
 
+Roles = tuple[Role, ...]
+"""What one node is asked to do: one role or both, in the order of `Role`."""
+
+
+def in_order(roles: Iterable[Role]) -> Roles:
+    """Each of these once, in the order of `Role`."""
+    given = frozenset(roles)
+    return tuple(role for role in Role if role in given)
+
+
+def kind_of_node(roles: Roles) -> str:
+    """What a node of these roles is called: a prefill node, a decode node, or, of both, just a node."""
+    return roles[0] if len(roles) == 1 else "node"
+
+
+class NodeEntry(Protocol):
+    """An entry of a list of nodes: a pydantic model."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def roles(self) -> Roles: ...
+
+    def model_copy(self, *, update: dict[str, Any]) -> Self: ...
+
+
+Listed = TypeVar("Listed", bound=NodeEntry)
+
+
+def one_for_each_address(entries: Iterable[Listed]) -> tuple[Listed, ...]:
+    """Entries of nodes, those of one address as one, with the roles of both.
+
+    Raises:
+        ValueError: one has a role twice, or the two differ in more than their roles.
+    """
+    found: dict[str, Listed] = {}
+    for entry in entries:
+        first = found.setdefault(entry.url, entry)
+        if first is entry:
+            continue
+        for role in entry.roles:
+            if role in first.roles:
+                raise ValueError(f"the {role} node {entry.url} is there twice; use weight to give it more.")
+        if entry.model_copy(update={"roles": first.roles}) != first:
+            raise ValueError(f"the node {entry.url} is there twice: it is one node, so write it once, with its roles.")
+        found[entry.url] = first.model_copy(update={"roles": in_order((*first.roles, *entry.roles))})
+    return tuple(found.values())
+
+
+def with_roles(entry: object) -> object:
+    """An entry as it was written: ``role: decode`` is short for ``roles: [decode]``."""
+    if isinstance(entry, dict) and "role" in entry and "roles" not in entry:
+        return {("roles" if name == "role" else name): value for name, value in entry.items()}
+    return entry
+
+
 class DiscoveryKind(OneOf):
     """Where the nodes of a role come from, besides ``nodes``."""
 
@@ -259,6 +317,14 @@ def _path_or_none(value: object) -> object:
     return None if value == "" else value
 
 
+def _roles(value: object) -> Roles:
+    """The roles in a list of words, or in words with commas between them. Raises ValueError."""
+    words = _split(value)
+    if not isinstance(words, (list, tuple)) or not words:
+        raise ValueError("must name prefill, decode, or both")
+    return in_order(map(Role, words))
+
+
 def _split(value: object) -> object:
     return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
@@ -290,6 +356,12 @@ Texts = Annotated[
     BeforeValidator(_split),
     WithJsonSchema({"type": ["array", "string"], "items": {"type": "string"}}),
     Takes("a list of texts"),
+]
+NodeRoles = Annotated[
+    Roles,
+    PlainValidator(_roles),
+    WithJsonSchema({"type": ["array", "string"], "items": {"enum": [*Role]}, "minItems": 1, "minLength": 1}),
+    Takes(f"one or both of {', '.join(Role)}"),
 ]
 HostNames = Annotated[
     tuple[Annotated[str, AfterValidator(host_name)], ...],

@@ -63,7 +63,7 @@ class SampleState:
         roles = [Role.PREFILL] * 2 + [Role.DECODE] * 5
         for role, number in zip(roles, itertools.chain(range(2), range(5)), strict=True):
             cohort = UPGRADED if number == 0 else COHORT
-            node = Node(f"{role}-{number}", f"http://{role}-{number}:8000", role, MODEL, cohort=cohort)
+            node = Node(f"{role}-{number}", f"http://{role}-{number}:8000", (role,), MODEL, cohort=cohort)
             self.pool.add(node)
             self.pool.admit(node)
             for _ in range(REQUESTS * (role is Role.DECODE)):

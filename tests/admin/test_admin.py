@@ -26,8 +26,8 @@ from tests.fakes.memory_transport import MemoryTransport
 from tests.nodes.fake_pool import until
 from tests.nodes.test_cache_advice import HYBRID, WITHOUT_UNIT
 
-PREFILL = Node("p1", "http://p1", Role.PREFILL, "tiny")
-DECODE = Node("d1", "http://d1", Role.DECODE, "tiny")
+PREFILL = Node("p1", "http://p1", (Role.PREFILL,), "tiny")
+DECODE = Node("d1", "http://d1", (Role.DECODE,), "tiny")
 NEW = {"url": "http://127.0.0.1:9/", "role": "decode"}
 
 
@@ -68,8 +68,8 @@ async def test_health_needs_no_nodes(client: httpx.AsyncClient) -> None:
 
 async def test_prometheus_finds_every_node_on_whichever_host(client: httpx.AsyncClient, context: AdminContext) -> None:
     """Those that do not serve too: that they are down is what it should see."""
-    serve(context, Node("prefill-0", "http://10.0.0.1:8100", Role.PREFILL, "tiny"))
-    context.pool.add(Node("decode-0", "https://[fd00::2]:8200/behind/", Role.DECODE, "tiny"))
+    serve(context, Node("prefill-0", "http://10.0.0.1:8100", (Role.PREFILL,), "tiny"))
+    context.pool.add(Node("decode-0", "https://[fd00::2]:8200/behind/", (Role.DECODE,), "tiny"))
     assert (await client.get("/prometheus/targets")).json() == [
         {
             "targets": ["10.0.0.1:8100"],
@@ -201,7 +201,7 @@ async def test_a_node_is_listed_with_its_fingerprint_and_with_whom_it_exchanges_
 
 async def test_an_upgrade_is_shown_by_cohort(client: httpx.AsyncClient, context: AdminContext) -> None:
     serve(context, *(dataclasses.replace(node, cohort="old") for node in (PREFILL, DECODE)))
-    serve(context, Node("d2", "http://d2", Role.DECODE, "tiny", cohort="new"))
+    serve(context, Node("d2", "http://d2", (Role.DECODE,), "tiny", cohort="new"))
     context.pool.acquire("d2", LegLoad(footprint=Footprint(1, 1))).release()
     shown = (await client.get("/nodes")).json()["cohorts"]
     assert shown == (await client.get("/ui/state")).json()["cohorts"]
@@ -211,11 +211,11 @@ async def test_an_upgrade_is_shown_by_cohort(client: httpx.AsyncClient, context:
 
 async def test_a_node_asks_without_a_token_whether_it_may_go() -> None:
     context = make_context(token="word")
-    serve(context, Node("d1", "http://10.0.0.7:8000", Role.DECODE, "tiny"))
+    serve(context, Node("d1", "http://10.0.0.7:8000", (Role.DECODE,), "tiny"))
     async with client_of(context) as client:
         said = await client.get("/may-leave", params={"host": "10.0.0.7", "port": 8000})
         assert said.json() == {"leave": True, "why": "no node that could follow it is on its way"}
-        context.pool.add(Node("d2", "http://10.0.0.8:8000", Role.DECODE))
+        context.pool.add(Node("d2", "http://10.0.0.8:8000", (Role.DECODE,)))
         said = await client.get("/may-leave", params={"host": "10.0.0.7", "port": 8000})
         assert said.json() == {"leave": False, "why": "the nodes that follow it make no pair yet: d2 (joining)"}
         for wrong in ("host=x", "host=x&port=0", "port=8000"):
@@ -243,7 +243,7 @@ async def test_a_node_is_added_and_joins(client: httpx.AsyncClient, context: Adm
         ({"url": "http://a b"}, "url"),
         ({"url": "http://x\r\ny"}, "url"),
         ({"url": "http://[::1"}, "url"),
-        ({"role": "both"}, "role"),
+        ({"roles": ["both"]}, "roles"),
         ({"weight": 0}, "weight"),
         ({"name": "a b"}, "name"),
         ({"colour": "red"}, "colour"),
@@ -326,3 +326,29 @@ async def test_a_plan_is_explained_to_the_operator_alone(context: AdminContext) 
 
 async def test_without_a_planner_no_plan_is_explained(client: httpx.AsyncClient) -> None:
     assert (await client.post("/debug/plan", json={})).status_code == 404
+
+
+async def test_roles_of_a_node_are_changed_while_it_serves(client: httpx.AsyncClient, context: AdminContext) -> None:
+    serve(context, dataclasses.replace(DECODE, roles=tuple(Role)))
+    changed = await client.patch("/nodes/d1", json={"roles": ["decode"]})
+    assert (changed.status_code, changed.json()["roles"], changed.json()["state"]) == (202, ["decode"], "up")
+    wrong = await client.patch("/nodes/d1", json={"roles": []})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "roles")
+    assert (await client.patch("/nodes/nobody", json={"roles": ["decode"]})).status_code == 404
+
+
+async def test_one_server_is_one_node(client: httpx.AsyncClient, context: AdminContext) -> None:
+    serve(context, DECODE)
+    again = await client.post("/nodes", json={"url": DECODE.url, "role": "prefill", "name": "other"})
+    assert (again.status_code, "d1" in again.text) == (409, True)
+
+
+async def test_a_node_without_roles_does_both(client: httpx.AsyncClient) -> None:
+    made = await client.post("/nodes", json={"url": "http://127.0.0.1:9"})
+    assert made.json()["roles"] == ["prefill", "decode"]
+
+
+async def test_a_node_is_scraped_once_for_each_role(client: httpx.AsyncClient, context: AdminContext) -> None:
+    serve(context, dataclasses.replace(DECODE, roles=tuple(Role)))
+    found = (await client.get("/prometheus/targets")).json()
+    assert [target["labels"]["role"] for target in found] == ["prefill", "decode"]

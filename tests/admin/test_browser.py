@@ -61,7 +61,7 @@ async def test_nodes_and_a_request_on_the_way_are_shown(look: Look) -> None:
     cluster = FakeCluster(prefills=1, decodes=2)
     cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
     await cluster.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-moved")
-    cluster.pool.add(Node(HOSTILE, "http://x", Role.PREFILL))
+    cluster.pool.add(Node(HOSTILE, "http://x", (Role.PREFILL,)))
     reply = await cluster.orchestrator.answer(
         cluster.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-here")
     )

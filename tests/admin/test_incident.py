@@ -22,7 +22,7 @@ PREFILLS, DECODES = ("p0",), ("d0", "d1")
 
 def view(name: str, state: State = State.UP, ago: float = 3600.0, reason: str = "") -> NodeView:
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
-    return NodeView(Node(name, f"http://{name}", role, "m"), state, reason=reason, since=NOW - ago)
+    return NodeView(Node(name, f"http://{name}", (role,), "m"), state, reason=reason, since=NOW - ago)
 
 
 ALL_UP = [view(name) for name in (*PREFILLS, *DECODES)]

@@ -77,7 +77,7 @@ async def running_proxy(
     prefill.prefix = decode.prefix = prefix
     async with LoopbackNode(prefill) as left, LoopbackNode(decode) as right:
         nodes = tuple(
-            ConfiguredNode(url=node.url + prefix, role=role, model="m")
+            ConfiguredNode(url=node.url + prefix, roles=(role,), model="m")
             for node, role in ((left, Role.PREFILL), (right, Role.DECODE))
         )
         authorities = settings.upstream.ca_file or CERTIFICATE

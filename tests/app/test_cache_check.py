@@ -17,7 +17,7 @@ from tests.nodes.fake_pool import FakeNodeInfo, FakePoolTransport
 from tests.nodes.test_cache_advice import HYBRID, WITHOUT_UNIT
 
 AT = "127.0.0.1:1"
-NODE = Node("p1", f"http://{AT}", Role.PREFILL)
+NODE = Node("p1", f"http://{AT}", (Role.PREFILL,))
 PATH = "/kv_event_sources"
 
 

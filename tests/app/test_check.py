@@ -48,7 +48,7 @@ async def cluster(
 
 def verdicts(report: Report) -> dict[str, bool]:
     """Whether each node would be admitted, by address and role."""
-    return {f"{row.node.role} {row.node.url}": row.good() for row in report.rows}
+    return {f"{','.join(row.node.roles)} {row.node.url}": row.good() for row in report.rows}
 
 
 def also_in_a_file(folder: Path, listed: str, entry: ConfiguredNode) -> Settings:
@@ -60,11 +60,10 @@ def also_in_a_file(folder: Path, listed: str, entry: ConfiguredNode) -> Settings
 
 async def test_discovered_nodes_are_checked_after_configured_ones(tmp_path: Path, node: LoopbackNode) -> None:
     listed = f"[{{url: '{node.url}', role: decode}}, {{url: '{NOBODY}', role: decode}}]"
-    told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, role=Role.PREFILL))
+    told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, roles=(Role.PREFILL,)))
     report = await inspect(told, HostEnvironment())
     assert list(verdicts(report).items()) == [
-        (f"prefill {node.url}", True),
-        (f"decode {node.url}", True),
+        (f"prefill,decode {node.url}", True),
         (f"decode {NOBODY}", False),
     ]
     assert report.empty_sources == []
@@ -73,7 +72,7 @@ async def test_discovered_nodes_are_checked_after_configured_ones(tmp_path: Path
 
 async def test_a_node_that_is_configured_and_discovered_is_checked_once(tmp_path: Path, node: LoopbackNode) -> None:
     listed = f"[{{url: '{node.url}', role: decode, name: found}}]"
-    told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, role=Role.DECODE))
+    told = also_in_a_file(tmp_path, listed, ConfiguredNode(url=node.url, roles=(Role.DECODE,)))
     report = await inspect(told, HostEnvironment())
     assert [row.node.name for row in report.rows] == ["decode-0"]
     assert report.good()
@@ -82,7 +81,7 @@ async def test_a_node_that_is_configured_and_discovered_is_checked_once(tmp_path
 async def test_advice_about_caches_is_printed_and_is_no_failure(
     node: LoopbackNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = Settings(nodes=(ConfiguredNode(url=node.url, role=Role.DECODE),))
+    told = Settings(nodes=(ConfiguredNode(url=node.url, roles=(Role.DECODE,)),))
     assert await asyncio.to_thread(check, told) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("decode-0: advice: it does not tell how its prefix cache works")
@@ -108,7 +107,7 @@ async def test_a_source_that_cannot_be_read_is_named_and_the_rest_is_checked(
     absent = tmp_path / "absent.yaml"
     absent.touch()
     lost = Discovery(prefill=DiscoveryKind.FILE, file=absent, decode=DiscoveryKind.DNS, decode_name="a..b", dns_port=80)
-    settings = Settings(nodes=(ConfiguredNode(url=node.url, role=Role.DECODE),), discovery=lost)
+    settings = Settings(nodes=(ConfiguredNode(url=node.url, roles=(Role.DECODE,)),), discovery=lost)
     absent.unlink()
     report = await inspect(settings, HostEnvironment())
     assert verdicts(report) == {f"decode {node.url}": True}
@@ -155,8 +154,8 @@ async def pairs(fabric: FakeKvTransfer, decodes: int = 1) -> AsyncIterator[tuple
         prefill = await stack.enter_async_context(LoopbackNode(give))
         fakes = [FakeNode(f"d{each}", fabric) for each in range(decodes)]
         others = [await stack.enter_async_context(LoopbackNode(each)) for each in fakes]
-        entries = [ConfiguredNode(url=prefill.url, role=Role.PREFILL, model="m")]
-        entries += [ConfiguredNode(url=each.url, role=Role.DECODE, model="m") for each in others]
+        entries = [ConfiguredNode(url=prefill.url, roles=(Role.PREFILL,), model="m")]
+        entries += [ConfiguredNode(url=each.url, roles=(Role.DECODE,), model="m") for each in others]
         yield Settings(nodes=tuple(entries)), give
 
 
@@ -191,7 +190,7 @@ async def test_a_prefill_node_without_tickets_is_named(kind: FaultKind, capsys: 
 
 
 def test_of_very_many_nodes_each_is_tried_once() -> None:
-    nodes = [Node(f"{role}-{each}", "http://n", PoolRole(role), "m") for role in Role for each in range(40)]
+    nodes = [Node(f"{role}-{each}", "http://n", (PoolRole(role),), "m") for role in Role for each in range(40)]
     tried = hand_over_check._pairs(nodes)
     assert len(tried) < 100
     assert {name for prefill, decode in tried for name in (prefill.name, decode.name)} == {node.name for node in nodes}

@@ -7,8 +7,8 @@ from pdproxy.nodes.node import Binding, Capacity, Node, Role
 from pdproxy.nodes.node_info import ModelCard, NodeInfo
 from pdproxy.nodes.preflight import CheckRow
 
-PREFILL = Node("p1", "http://p1", Role.PREFILL)
-DECODE = Node("d1", "http://d1", Role.DECODE)
+PREFILL = Node("p1", "http://p1", (Role.PREFILL,))
+DECODE = Node("d1", "http://d1", (Role.DECODE,))
 HYBRID = Capacity(143_936, 1400, 9, Binding.STATE)
 DENSE = Capacity(362_608, None, 88, Binding.ATTENTION)
 
@@ -23,7 +23,7 @@ def test_each_node_has_a_line_and_each_finding_a_note() -> None:
                 (Incompatibility("block_size", "16 here, 256 on p1"),), (Incompatibility("tp_size", "2 here, 1 on p1"),)
             ),
         ),
-        CheckRow(Node("d2", "http://d2", Role.DECODE), NodeFault(Fault.REFUSED, "nobody there")),
+        CheckRow(Node("d2", "http://d2", (Role.DECODE,)), NodeFault(Fault.REFUSED, "nobody there")),
     ]
     assert table(rows).splitlines() == [
         "NODE  ROLE     MODEL  COHORT  TOKENS   SEQUENCES  LONGEST  BINDS      VERDICT",

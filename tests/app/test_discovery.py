@@ -33,7 +33,7 @@ async def found(running: Proxy, count: int) -> dict[str, str]:
         while True:
             nodes = (await state_of(running.operators))["nodes"]
             if len(nodes) == count:
-                return {node["url"]: node["role"] for node in nodes}
+                return {node["url"]: ",".join(node["roles"]) for node in nodes}
             await asyncio.sleep(0.01)
 
 
@@ -41,7 +41,7 @@ async def test_a_file_is_used_for_the_roles_that_name_it(tmp_path: Path) -> None
     path = tmp_path / "nodes.yaml"
     path.write_text("[{url: 'http://127.0.0.1:1', role: decode}, {url: 'http://127.0.0.1:2', role: prefill}]")
     one = Settings(
-        nodes=(ConfiguredNode(url="http://127.0.0.1:3", role=Role.PREFILL),),
+        nodes=(ConfiguredNode(url="http://127.0.0.1:3", roles=(Role.PREFILL,)),),
         discovery=Discovery(decode=DiscoveryKind.FILE, file=path, file_interval=0.05),
         health=NEVER,
     )

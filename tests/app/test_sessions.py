@@ -95,7 +95,7 @@ async def fleet(settings: Settings, key: str = "none") -> AsyncIterator[Fleet]:
             for index in range(3):
                 name = f"{role}-{index}"
                 nodes[name] = await stack.enter_async_context(LoopbackNode(FakeNode(name, fabric)))
-                configured.append(ConfiguredNode(url=nodes[name].url, role=role, model="m"))
+                configured.append(ConfiguredNode(url=nodes[name].url, roles=(role,), model="m"))
         settings = settings.model_copy(update={"nodes": tuple(configured)})
         running = await stack.enter_async_context(proxy(settings, HostEnvironment()))
         url = await stack.enter_async_context(listening(running, settings))
@@ -134,7 +134,9 @@ async def test_six_turns_meet_the_same_nodes_though_another_joins() -> None:
 async def another_proxy(made: Fleet, settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
     """A second proxy in front of the same nodes, which knows nothing of the first; a client of it."""
     urls = {name: node.url for name, node in made.nodes.items()}
-    nodes = tuple(ConfiguredNode(url=url, role=Role(name.partition("-")[0]), model="m") for name, url in urls.items())
+    nodes = tuple(
+        ConfiguredNode(url=url, roles=(Role(name.partition("-")[0]),), model="m") for name, url in urls.items()
+    )
     two = settings.model_copy(update={"nodes": nodes})
     async with (
         proxy(two, HostEnvironment()) as running,

@@ -37,8 +37,8 @@ def test_one_that_does_not_is_named_with_the_causes() -> None:
 async def test_check_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_node, "METRICS", fake_node.METRICS + metrics(60, 0))
     async with LoopbackNode(FakeNode("d", FakeKvTransfer())) as there:
-        told = Settings(nodes=tuple(ConfiguredNode(url=there.url, role=role) for role in Role))
+        told = Settings(nodes=tuple(ConfiguredNode(url=there.url, roles=(role,)) for role in Role))
         report = await inspect(told, HostEnvironment())
     assert [line for line in report.caches if "tickets:" in line] == [
-        "decode-0: tickets: 60 of 60 since the node started were of no use (digest 60)"
+        "node-0: tickets: 60 of 60 since the node started were of no use (digest 60)"
     ]

@@ -61,7 +61,7 @@ def test_the_proxy_accepts_its_environment(profile: str, service: str, tmp_path:
     values = resolved(profile, ADMIN_NAMES="admin.example")[service]["environment"]
     make_token(tmp_path)
     settings = load(environment=with_token(values, tmp_path))
-    assert {node.role for node in settings.nodes} == {"prefill", "decode"}
+    assert {role for node in settings.nodes for role in node.roles} == {"prefill", "decode"}
     assert all(name in KnownHosts(settings.listen) for name in ("admin.example", "127.0.0.1:8081"))
     assert ("cpu-proxy:8081" in KnownHosts(settings.listen)) is (profile == "cpu")
 

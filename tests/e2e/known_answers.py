@@ -50,10 +50,10 @@ class Bench:
 
     async def node(self, local: LocalNode, role: Role) -> Node:
         """As the proxy knows the node after its preflight, but for its cohort: any two are to be paired here."""
-        found = await Preflight(self.means.transport).inspect(Node(local.spec.name, local.url, role))
+        found = await Preflight(self.means.transport).inspect(Node(local.spec.name, local.url, (role,)))
         joined = found.joined()
         return Node(
-            joined.name, joined.url, role, joined.model,
+            joined.name, joined.url, (role,), joined.model,
             block_size=joined.block_size, max_model_len=joined.max_model_len,
             prefix_match_unit=joined.prefix_match_unit,
         )  # fmt: skip

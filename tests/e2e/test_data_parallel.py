@@ -128,7 +128,7 @@ async def test_each_rank_publishes_what_it_caches(ranks: Ranks, model: Dense) ->
 
 async def test_the_proxy_finds_the_ranks_and_releases_on_whichever_holds(ranks: Ranks, model: Dense) -> None:
     transport, url = H1Transport(SystemClock()), ranks.give[0].node.url
-    facts = await Preflight(transport).inspect(ProxyNode("p", url, ProxyRole.PREFILL))
+    facts = await Preflight(transport).inspect(ProxyNode("p", url, (ProxyRole.PREFILL,)))
     assert facts.ranks == RANKS
     for seed, rank in enumerate(ranks.give, 60):
         name, released = secrets.token_hex(16), rank.watch("leases_ended", how="released")

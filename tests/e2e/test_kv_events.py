@@ -92,7 +92,7 @@ class Observer:
 
     async def join(self, name: str, url: str) -> None:
         """As the health check does it."""
-        configured = ProxyNode(name, url, ROLES[name])
+        configured = ProxyNode(name, url, (ROLES[name],))
         if name not in self.pool:
             self.pool.add(configured)
         self.pool.admit((await Preflight(self.transport).inspect(configured)).joined())

@@ -76,7 +76,7 @@ def hits(node: Node) -> tuple[int, ...]:
 
 def told(node: Node) -> list[str]:
     """By `pdproxy check`."""
-    configured = ConfiguredNode(url=node.url, role=types.Role.PREFILL)
+    configured = ConfiguredNode(url=node.url, roles=(types.Role.PREFILL,))
     return list(asyncio.run(inspect(Settings(nodes=(configured,)), HostEnvironment())).caches)
 
 

@@ -56,7 +56,7 @@ class World:
             info.paths["/tokenize"] = 200, json.dumps({"tokens": IDS}).encode()
         transport = FakePoolTransport(**self.infos)
         for name, info in self.infos.items():
-            node = Node(name, f"http://{name}", info.role, "tiny", ("lora",), ranks=ranks, hashing=HASHING)
+            node = Node(name, f"http://{name}", (info.role,), "tiny", ("lora",), ranks=ranks, hashing=HASHING)
             self.pool.add(node)
             self.pool.admit(node)
         ids = TokenIds(transport, self.caches.clock, self.caches.metrics, 0.05)
@@ -263,12 +263,12 @@ async def test_a_prefill_leg_computes_no_more_than_its_hand_over_covers_and_neve
 )
 def test_a_hand_over_ends_at_a_boundary(tokens: int, unit: int, drops: bool, covered: int) -> None:
     hashing = dataclasses.replace(HASHING, drops_unit=drops)
-    node = Node("p", "http://p", Role.PREFILL, prefix_match_unit=unit, hashing=hashing)
+    node = Node("p", "http://p", (Role.PREFILL,), prefix_match_unit=unit, hashing=hashing)
     assert covered_tokens(node, tokens) == covered
 
 
 def test_a_prefill_leg_of_attention_alone_computes_the_whole_prompt() -> None:
-    node = Node("p", "http://p", Role.PREFILL, capacity=Capacity(100, None, 1, Binding.ATTENTION))
+    node = Node("p", "http://p", (Role.PREFILL,), capacity=Capacity(100, None, 1, Binding.ATTENTION))
     assert covered_tokens(node, 49) == 49
 
 

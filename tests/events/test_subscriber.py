@@ -46,7 +46,7 @@ class Cluster:
         return f"127.0.0.1:{1 + ord(name[-1])}"
 
     def node(self, name: str, hashing: Hashing | None = HASHING) -> Node:
-        return Node(name, f"http://{self.at(name)}", Role.PREFILL, "tiny", hashing=hashing)
+        return Node(name, f"http://{self.at(name)}", (Role.PREFILL,), "tiny", hashing=hashing)
 
     def join(self, name: str, hashing: Hashing | None = HASHING) -> None:
         node = self.node(name, hashing)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pdproxy.admin.nodes import scrape_target
+from pdproxy.admin.nodes import scrape_targets
 from pdproxy.nodes.node import Node, Role
 from tests.deploy.prometheus.alert_cases import CASES, NAMESPACES, PROXY, firing, labelled, with_labels
 from tests.deploy.prometheus.promtool import needs_promtool, promtool
@@ -35,7 +35,7 @@ def labels_of(job: dict[str, Any]) -> set[str]:
     """The labels that a job of prometheus.yml gives to what it scrapes; a proxy that is asked for nodes gives two."""
     said = [target["labels"] for target in job.get("static_configs", [])]
     given = {rule["target_label"] for rule in job.get("relabel_configs", [])}
-    found = scrape_target(Node("n", "http://n:1", Role.DECODE))["labels"] if "http_sd_configs" in job else {}
+    found = scrape_targets(Node("n", "http://n:1", (Role.DECODE,)))[0]["labels"] if "http_sd_configs" in job else {}
     assert isinstance(found, dict)
     told = {name for name in found if not name.startswith("__")}
     return {"job", *given, *told, *(name for labels in said for name in labels)}

@@ -22,7 +22,7 @@ from pdproxy.request import Endpoint, Headers, Json, header
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 from tests.legs.wire import Wire
 
-NODE = Node("p0", "http://127.0.0.1:1", Role.PREFILL)
+NODE = Node("p0", "http://127.0.0.1:1", (Role.PREFILL,))
 PATIENCE = Timeouts(1, 2, 3)
 HEADERS: Headers = (("x-request-id", "r1"),)
 STREAM: Headers = (("content-type", "text/event-stream; charset=utf-8"),)

@@ -136,7 +136,7 @@ class FakePoolTransport:
         self.answers: list[Answer] = []
 
     def node(self, name: str, model: str = "") -> Node:
-        return Node(name, f"http://{name}", self.nodes[name].role, model)
+        return Node(name, f"http://{name}", (self.nodes[name].role,), model)
 
     async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
         name, _, path = request.url.removeprefix("http://").partition("/")

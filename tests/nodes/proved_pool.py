@@ -111,4 +111,4 @@ class ProvedPool:
 
 def node_of(name: str, cohort: str = "a") -> Node:
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
-    return Node(name, f"http://{name}", role, "tiny", cohort=cohort)
+    return Node(name, f"http://{name}", (role,), "tiny", cohort=cohort)

@@ -17,7 +17,7 @@ PARTS = {"block_sizes": "1056*4", "cache_groups": "Mamba*3,FullAttention"}
 SETTINGS = CacheSettings(state_mode="align", match_unit=16, prefill_step=8192, tp_size=2)
 ROOMY = Capacity(1_056_000, 333, 30, Binding.ATTENTION)
 HYBRID = Node(
-    "p1", "http://p1", Role.PREFILL, "m", cohort="c", capacity=ROOMY, fingerprint=PARTS, block_size=1056,
+    "p1", "http://p1", (Role.PREFILL,), "m", cohort="c", capacity=ROOMY, fingerprint=PARTS, block_size=1056,
     max_model_len=32768, prefix_match_unit=16, hashing=HASHING, cache=SETTINGS,
 )  # fmt: skip
 DENSE = dataclasses.replace(
@@ -35,7 +35,7 @@ def changed(node: Node, cache: Mapping[str, Any] | None = None, **fields: Any) -
 WITHOUT_UNIT = changed(HYBRID, {"match_unit": 0}, prefix_match_unit=0, hashing=dataclasses.replace(HASHING, unit=1056))
 
 
-@pytest.mark.parametrize("node", [HYBRID, DENSE, changed(HYBRID, role=Role.DECODE)])
+@pytest.mark.parametrize("node", [HYBRID, DENSE, changed(HYBRID, roles=(Role.DECODE,))])
 def test_a_good_node_gets_no_advice(node: Node) -> None:
     assert cache_report(node, first_of_cohorts([node]), EventsSeen.READ).advice == ()
 
@@ -88,7 +88,7 @@ def test_states_that_are_kept_more_often_are_shared_earlier() -> None:
         ),
         (WITHOUT_UNIT, EventsSeen.READ, ("prompts below 1,057 tokens", "--prefix-match-unit 16", "It costs hashing")),
         (
-            changed(WITHOUT_UNIT, role=Role.DECODE),
+            changed(WITHOUT_UNIT, roles=(Role.DECODE,)),
             EventsSeen.READ,
             ("cannot resume after a hand-over", "--prefix-match-unit 16", "up to 16 tokens that the decode node"),
         ),
@@ -204,6 +204,6 @@ def test_blocks_are_enough_where_there_is_a_quarter_to_spare_or_nothing_to_run_o
 
 
 def test_a_node_that_tells_nothing_has_no_facts() -> None:
-    report = cache_report(Node("p1", "http://p1", Role.PREFILL))
+    report = cache_report(Node("p1", "http://p1", (Role.PREFILL,)))
     assert report == CacheReport((), report.advice)
     assert len(report.advice) == 1

@@ -25,7 +25,7 @@ STREAM = LegLoad(footprint=Footprint(100, 1))
 def node(name: str, cohort: str = "") -> Node:
     """``p-old`` is a prefill node, ``d-new`` a decode node; its host is its name."""
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
-    return Node(name, f"http://{name}:{PORT}", role, "m", cohort=cohort)
+    return Node(name, f"http://{name}:{PORT}", (role,), "m", cohort=cohort)
 
 
 class Fleet:

@@ -13,7 +13,7 @@ from tests.nodes.fake_pool import LABELS
 
 def info(name: str, role: Role, labels: Mapping[str, str] = LABELS, model: str = "", serves: str = "tiny") -> NodeInfo:
     """A node with our connector; ``labels`` change the usual ones."""
-    node = Node(name, f"http://{name}", role, model)
+    node = Node(name, f"http://{name}", (role,), model)
     return NodeInfo(node, ModelCard((serves,), "/models/tiny", 4096), "0.32.0", {**LABELS, **labels})
 
 
@@ -48,7 +48,7 @@ def test_nodes_that_never_exchange_tickets_are_not_compared() -> None:
 
 
 def test_a_model_path_is_compared_even_without_our_connector() -> None:
-    plain = [NodeInfo(Node(name, name, role), ModelCard(("tiny",), root), "0.32.0")
+    plain = [NodeInfo(Node(name, name, (role,)), ModelCard(("tiny",), root), "0.32.0")
              for name, role, root in (("p1", Role.PREFILL, "/a"), ("d1", Role.DECODE, "/b"))]  # fmt: skip
     assert [finding.setting for finding in check_compatibility(plain[1], [plain[0]]).refusals] == ["model"]
 
@@ -77,7 +77,7 @@ def test_a_node_that_serves_another_model_than_configured_is_refused() -> None:
 
 
 def test_a_node_without_our_connector_is_admitted_with_a_warning() -> None:
-    plain = NodeInfo(Node("d1", "http://d1", Role.DECODE), ModelCard(("tiny",), "/models/tiny"), "0.32.0")
+    plain = NodeInfo(Node("d1", "http://d1", (Role.DECODE,)), ModelCard(("tiny",), "/models/tiny"), "0.32.0")
     found = check_compatibility(plain, [PREFILL])
     assert found.refusals == ()
     assert [finding.setting for finding in found.warnings] == ["kv_connector"]
@@ -91,7 +91,9 @@ def test_weak_settings_are_warned_of() -> None:
 
 
 def test_different_lengths_are_warned_of() -> None:
-    short = NodeInfo(Node("d1", "http://d1", Role.DECODE), ModelCard(("tiny",), "/models/tiny", 1024), "0.32.0", LABELS)
+    short = NodeInfo(
+        Node("d1", "http://d1", (Role.DECODE,)), ModelCard(("tiny",), "/models/tiny", 1024), "0.32.0", LABELS
+    )
     assert [finding.setting for finding in check_compatibility(short, [PREFILL]).warnings] == ["max_model_len"]
 
 
@@ -126,7 +128,7 @@ def test_no_block_size_is_advised_where_groups_are_repeated() -> None:
 
 
 def reached(at: str, role: Role, side_channel: str = "127.0.0.1:5600") -> NodeInfo:
-    node = Node(f"{role}-0", f"http://{at}:8000", role)
+    node = Node(f"{role}-0", f"http://{at}:8000", (role,))
     return NodeInfo(node, ModelCard(("tiny",), "/models/tiny", 4096), "", {**LABELS, "side_channel": side_channel})
 
 

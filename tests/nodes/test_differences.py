@@ -20,7 +20,7 @@ def info(
     version: str = "0.32.0",
 ) -> NodeInfo:
     """A node whose role is its first letter; ``parts`` None for one whose connector has no fingerprint."""
-    node = Node(name, f"http://{name}", Role.PREFILL if name[0] == "p" else Role.DECODE)
+    node = Node(name, f"http://{name}", (Role.PREFILL if name[0] == "p" else Role.DECODE,))
     labels = {**LABELS, "vllm_version": version} if labels is None else labels
     return NodeInfo(node, ModelCard((model,), "/models/tiny"), version, labels, fingerprint=parts)
 

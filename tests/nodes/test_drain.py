@@ -11,7 +11,7 @@ from pdproxy.nodes.pool import Pool, UnknownNode
 from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import settle, until
 
-NODE = Node("d1", "http://d1", Role.DECODE, "tiny")
+NODE = Node("d1", "http://d1", (Role.DECODE,), "tiny")
 
 
 @pytest.fixture

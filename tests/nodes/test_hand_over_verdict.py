@@ -13,7 +13,7 @@ CANNOT = "d0 cannot reach p0 at 127.0.0.1:5600: set NODE_ADDRESS"
 def view(name: str, state: State = State.UP, reason: str = "", **more: Any) -> NodeView:
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
     return NodeView(
-        Node(name, f"http://{name}", role, **{"model": "m", "cohort": "a", **more}), state, 0, reason=reason
+        Node(name, f"http://{name}", (role,), **{"model": "m", "cohort": "a", **more}), state, 0, reason=reason
     )
 
 

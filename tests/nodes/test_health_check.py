@@ -6,7 +6,7 @@ import pytest
 
 from pdproxy.errors import Fault
 from pdproxy.nodes.health_check import HealthCheck
-from pdproxy.nodes.node import State
+from pdproxy.nodes.node import BOTH, DECODE, State
 from pdproxy.nodes.pool import Pool
 from tests.fakes.clock import FakeClock
 from tests.fakes.refused import refuse
@@ -205,3 +205,21 @@ async def test_a_terminating_node_is_not_taken_back(
     transport.nodes["d1"].fault = None
     await visit_all(health, pool)
     assert state(pool, "d1") is State.DOWN
+
+
+async def test_a_new_role_is_looked_at_while_the_node_serves(
+    pool: Pool, transport: FakePoolTransport, clock: FakeClock
+) -> None:
+    proof = FakeProof()
+    health = health_check(pool, transport, clock, proof)
+    await visit_all(health, pool)
+    proof.joined.clear()
+    transport.nodes["d1"].fault = Fault.REFUSED
+    pool.change_roles("d1", BOTH)
+    await visit_all(health, pool)
+    assert (pool.view("d1").state, pool.view("d1").node.roles) == (State.UP, DECODE), "it cannot be asked now"
+    transport.nodes["d1"].fault = None
+    await visit_all(health, pool)
+    assert (pool.view("d1").state, pool.view("d1").node.roles) == (State.UP, BOTH)
+    await visit_all(health, pool)
+    assert proof.joined == ["d1"]

@@ -10,7 +10,7 @@ HERE = SideChannel("127.0.0.1", 5600)
 
 
 def pair(prefill: str = "http://10.0.0.1:8100", decode: str = "http://10.0.0.2:8200") -> tuple[Node, Node]:
-    return Node("prefill-0", prefill, Role.PREFILL), Node("decode-0", decode, Role.DECODE)
+    return Node("prefill-0", prefill, (Role.PREFILL,)), Node("decode-0", decode, (Role.DECODE,))
 
 
 @pytest.mark.parametrize(

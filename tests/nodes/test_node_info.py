@@ -21,7 +21,7 @@ from pdproxy.nodes.node_info import (
 )
 from tests.nodes.fake_pool import LABELS, levels, metrics
 
-NODE = Node("p1", "http://p1", Role.PREFILL)
+NODE = Node("p1", "http://p1", (Role.PREFILL,))
 
 
 def test_base_models_come_before_adapters() -> None:
@@ -62,8 +62,8 @@ def test_a_lone_engine_is_one_rank_and_needs_no_header(body: bytes) -> None:
 
 def test_what_was_configured_wins_over_what_was_found() -> None:
     info = NodeInfo(NODE, ModelCard(("tiny", "lora")), "0.32.0")
-    assert info.joined() == Node("p1", "http://p1", Role.PREFILL, "tiny", ("lora",), 1.0, "0.32.0")
-    configured = Node("p1", "http://p1", Role.PREFILL, "lora", ("mine",), 2.0)
+    assert info.joined() == Node("p1", "http://p1", (Role.PREFILL,), "tiny", ("lora",), 1.0, "0.32.0")
+    configured = Node("p1", "http://p1", (Role.PREFILL,), "lora", ("mine",), 2.0)
     assert NodeInfo(configured, ModelCard(("tiny", "lora"))).joined().model == "lora"
     assert NodeInfo(configured, ModelCard(("tiny", "lora"))).joined().aliases == ("mine", "tiny")
 

@@ -19,9 +19,9 @@ from tests.fakes.clock import FakeClock
 from tests.nodes.test_pool_balance import MOVES, NODES, play
 
 P1, D1, D2 = (
-    Node("p1", "http://p1", Role.PREFILL, "tiny"),
-    Node("d1", "http://d1", Role.DECODE, "tiny"),
-    Node("d2", "http://d2", Role.DECODE, "tiny"),
+    Node("p1", "http://p1", (Role.PREFILL,), "tiny"),
+    Node("d1", "http://d1", (Role.DECODE,), "tiny"),
+    Node("d2", "http://d2", (Role.DECODE,), "tiny"),
 )
 
 
@@ -115,7 +115,7 @@ def test_another_model_on_the_last_node_is_a_loss_too(lines: Lines) -> None:
     pool = Pool(FakeClock())
     pool.add(D1)
     pool.admit(D1)
-    pool.admit(Node("d1", "http://d1", Role.DECODE, "other"))
+    pool.admit(Node("d1", "http://d1", (Role.DECODE,), "other"))
     assert [(line["levelname"], line["model"]) for line in lines.taken()][-1:] == [("ERROR", "tiny")]
 
 

@@ -10,7 +10,7 @@ from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.preflight import cause, symptom
 from tests.fakes.clock import FakeClock
 
-NODE = Node("d1", "http://d1:8000", Role.DECODE)
+NODE = Node("d1", "http://d1:8000", (Role.DECODE,))
 REFUSED = NodeFault(Fault.REFUSED, "d1:8000: connection refused")
 
 FIRST = (

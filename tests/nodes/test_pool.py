@@ -16,7 +16,7 @@ from pdproxy.observe.metrics import Metrics
 from tests.fakes.clock import FakeClock
 from tests.fakes.refused import refuse, serve
 
-NODE = Node("d1", "http://d1", Role.DECODE, "tiny")
+NODE = Node("d1", "http://d1", (Role.DECODE,), "tiny")
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_refused_connections_in_a_row_open_the_circuit(pool: Pool) -> None:
 def test_one_request_takes_out_one_node_of_a_role_and_others_the_rest(pool: Pool, clock: FakeClock) -> None:
     """Whatever it fails by, and also where the first node is on trial again."""
     for name in ("d2", "p1"):
-        node = dataclasses.replace(NODE, name=name, role=Role.PREFILL if name == "p1" else Role.DECODE)
+        node = dataclasses.replace(NODE, name=name, roles=(Role.PREFILL if name == "p1" else Role.DECODE,))
         pool.add(node)
         pool.admit(node)
     for name in ("d1", "d2", "p1"):
@@ -307,8 +307,8 @@ def test_a_terminating_node_that_fails_is_tried_no_more(pool: Pool, clock: FakeC
 def test_the_last_resort_is_taken_by_role(pool: Pool) -> None:
     """Roles with another node that takes requests do without theirs."""
     for name, role in (("d2", Role.DECODE), ("p1", Role.PREFILL)):
-        pool.add(dataclasses.replace(NODE, name=name, role=role))
-        pool.admit(dataclasses.replace(NODE, name=name, role=role))
+        pool.add(dataclasses.replace(NODE, name=name, roles=(role,)))
+        pool.admit(dataclasses.replace(NODE, name=name, roles=(role,)))
     pool.terminate("d1")
     pool.terminate("p1")
 
@@ -382,7 +382,7 @@ def test_bars_are_in_the_snapshot_and_counted_until_a_node_leaves(pool: Pool, re
     def gauge(prefill: str, decode: str) -> float | None:
         return registry.get_sample_value("pdproxy_pair_barred", {"prefill": prefill, "decode": decode})
 
-    prefill = Node("p1", "http://p1", Role.PREFILL, "tiny")
+    prefill = Node("p1", "http://p1", (Role.PREFILL,), "tiny")
     pool.add(prefill)
     pool.bar(Bars({("p1", "d1"): "far apart"}, {"d1": "far apart"}))
     assert not pool.snapshot().bars.allow("p1", "d1")
@@ -398,7 +398,10 @@ def test_bars_are_in_the_snapshot_and_counted_until_a_node_leaves(pool: Pool, re
 def test_models_and_adapters_that_decode_nodes_serve_become_labels(clock: FakeClock) -> None:
     metrics = Metrics(CollectorRegistry())
     pool = Pool(clock, metrics=metrics)
-    for node in (Node("d1", "http://d1", Role.DECODE, "configured"), Node("p1", "http://p1", Role.PREFILL, "prefill")):
+    for node in (
+        Node("d1", "http://d1", (Role.DECODE,), "configured"),
+        Node("p1", "http://p1", (Role.PREFILL,), "prefill"),
+    ):
         pool.add(node)
     assert [metrics.models.label(name) for name in ("configured", "prefill", "found")] == [
         "configured",

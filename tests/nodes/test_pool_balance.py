@@ -14,7 +14,7 @@ from tests.fakes.clock import FakeClock
 from tests.fakes.refused import refuse, serve
 
 LEG = Footprint(10, 1)
-NODES = {name: Node(name, f"http://{name}", Role.DECODE, "tiny") for name in ("a", "b")}
+NODES = {name: Node(name, f"http://{name}", (Role.DECODE,), "tiny") for name in ("a", "b")}
 MOVES = st.tuples(
     st.sampled_from(
         ["occupy", "release", "good", "bad", "miss", "seen", "wait", "admit", "drain", "terminate", "rejoin", "renew"]

@@ -23,7 +23,7 @@ MODELS = ("m", "n", "lora", "", "nobody")
 
 def node(name: str, **more: object) -> Node:
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
-    return Node(name, f"http://{name}", role, **more)  # type: ignore[arg-type]
+    return Node(name, f"http://{name}", (role,), **more)  # type: ignore[arg-type]
 
 
 LOADS = st.sampled_from([LegLoad(), LegLoad(queued=70, key="k"), LegLoad(None, 0, Footprint(50, 1))])

@@ -124,8 +124,8 @@ def test_a_node_is_in_one_state_until_it_is_forgotten(metrics: Metrics, registry
     metrics.node_state("n", Word.ONE, Word.TWO)
     assert states() == {Word.ONE: 0, Word.TWO: 1}
     metrics.circuit_moved("n", Word.TWO)
-    metrics.node_forgotten("n", Word.ONE, Word, Word)
-    metrics.node_forgotten("n", Word.ONE, Word, Word)
+    metrics.node_forgotten("n", (Word.ONE,), Word, Word)
+    metrics.node_forgotten("n", (Word.ONE,), Word, Word)
     assert states() == {Word.ONE: None, Word.TWO: None}
     assert registry.get_sample_value("pdproxy_circuit_moves_total", {"node": "n", "to": "two"}) is None
 
@@ -135,7 +135,7 @@ def test_a_node_that_comes_back_is_counted_anew(metrics: Metrics, registry: Coll
         return registry.get_sample_value("pdproxy_node_active", {"node": "n", "role": "one"})
 
     metrics.watch_node("n", Word.ONE, lambda: 3)
-    metrics.node_forgotten("n", Word.ONE, Word, Word)
+    metrics.node_forgotten("n", (Word.ONE,), Word, Word)
     assert active() is None
     metrics.watch_node("n", Word.ONE, lambda: 1)
     assert active() == 1

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
-from pdproxy.nodes.node import NO_FOOTPRINT, Capacity, Node, Role
+from pdproxy.nodes.node import BOTH, DECODE, NO_FOOTPRINT, PREFILL, Capacity, Node, Roles
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
@@ -45,15 +45,16 @@ class Got:
 
 
 class FakeCluster:
-    """Prefill nodes p0…, decode nodes d0…, all up.
+    """Prefill nodes p0…, decode nodes d0…, nodes of both roles n0…, all up.
 
     Args:
         prefills: how many prefill nodes.
         decodes: how many decode nodes.
         config: the operator's.
         burst: tokens that an event carries.
-        capacity: of each decode node; None where they do not publish it.
+        capacity: of each decode node, and of each node of both roles; None where they do not publish it.
         journaling: how many of the decode nodes, the first ones, write journals; all unless it is given.
+        shared: how many nodes of both roles.
     """
 
     def __init__(
@@ -64,20 +65,24 @@ class FakeCluster:
         burst: int = 1,
         capacity: Capacity | None = None,
         journaling: int | None = None,
+        shared: int = 0,
     ) -> None:
         self.fabric = FakeKvTransfer()
         self.clock = FakeClock()
         self.registry = CollectorRegistry()
         self.prefills = [FakeNode(f"p{index}", self.fabric, burst) for index in range(prefills)]
         self.decodes = [FakeNode(f"d{index}", self.fabric, burst) for index in range(decodes)]
+        self.shared = [FakeNode(f"n{index}", self.fabric, burst) for index in range(shared)]
         self.transport = MemoryTransport(self.nodes, self.clock)
         metrics = Metrics(self.registry)
         self.pool = Pool(self.clock, metrics=metrics)
         for node in self.prefills:
-            self.join(node, Role.PREFILL)
+            self.join(node, PREFILL)
         for index, node in enumerate(self.decodes):
             node.can_resume = journaling is None or index < journaling
-            self.join(node, Role.DECODE, capacity)
+            self.join(node, DECODE, capacity)
+        for node in self.shared:
+            self.join(node, BOTH, capacity)
         self.context = OrchestrationContext(
             self.transport,
             self.pool,
@@ -89,14 +94,14 @@ class FakeCluster:
 
     @property
     def nodes(self) -> list[FakeNode]:
-        return [*self.prefills, *self.decodes]
+        return [*self.prefills, *self.decodes, *self.shared]
 
-    def join(self, fake: FakeNode, role: Role, capacity: Capacity | None = None) -> None:
+    def join(self, fake: FakeNode, roles: Roles, capacity: Capacity | None = None) -> None:
         """A node joins, and serves."""
         node = Node(
             fake.name,
             fake.url,
-            role,
+            roles,
             MODEL,
             can_resume=fake.can_resume,
             capacity=capacity,

@@ -122,7 +122,7 @@ class FloodSetup:
         metrics = Metrics(CollectorRegistry())
         pool = Pool(clock, metrics=metrics)
         for fake, (name, role) in zip(self.nodes, roles, strict=True):
-            node = Node(name, fake.url, role, MODEL, capacity=CAPACITY)
+            node = Node(name, fake.url, (role,), MODEL, capacity=CAPACITY)
             pool.add(node)
             pool.admit(node)
         config = OrchestrationConfig(queue=QueueLimits(reserve=reserve))

@@ -44,7 +44,7 @@ class LoopbackCluster:
             fake = node.node
             role = Role.PREFILL if fake.name.startswith("p") else Role.DECODE
             entry = Node(
-                fake.name, node.url, role, MODEL,
+                fake.name, node.url, (role,), MODEL,
                 can_resume=fake.can_resume, capacity=capacity,
             )  # fmt: skip
             self.pool.add(entry)

@@ -55,7 +55,7 @@ def test_an_error_that_vllm_writes_too_has_its_type_and_code() -> None:
 def of_models(*models: str) -> Snapshot:
     """A prefill node, and a decode node for each, with an adapter."""
     named = [("p", Role.PREFILL, "other"), *((f"d{number}", Role.DECODE, model) for number, model in enumerate(models))]
-    nodes = [Node(name, f"http://{name}", role, model=model, aliases=("poet",)) for name, role, model in named]
+    nodes = [Node(name, f"http://{name}", (role,), model=model, aliases=("poet",)) for name, role, model in named]
     return Snapshot(tuple(view_of(node, State.UP, 0) for node in nodes))
 
 

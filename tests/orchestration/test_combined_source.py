@@ -59,7 +59,7 @@ async def test_one_alone_is_enough() -> None:
 def test_both_hear_of_plans_and_the_estimate_of_what_came_of_them() -> None:
     exact, estimate = Source(EXACT), Source(ESTIMATE)
     both = CombinedSource(exact, estimate)
-    plan, real = Plan(None, Node("read", "http://r", Role.DECODE)), RealHit(READ, 100, 32)
+    plan, real = Plan(None, Node("read", "http://r", (Role.DECODE,))), RealHit(READ, 100, 32)
     both.routed(ASKED, plan)
     both.learn(ASKED, real)
     assert (exact.told, estimate.told) == ([plan], [plan, real])

@@ -169,7 +169,7 @@ async def test_a_node_that_joins_brings_room() -> None:
         d1 = FakeNode("d1", cluster.fabric)
         cluster.decodes.append(d1)
         cluster.transport.add(d1)
-        cluster.join(d1, Role.DECODE, TWO)
+        cluster.join(d1, (Role.DECODE,), TWO)
         await settled()
         assert made.begun == ["a", "b", "c"]
         assert cluster.pool.view("d1").footprint == FOOTPRINT

@@ -68,6 +68,6 @@ async def test_the_series_appears_with_the_first_prefill_node_of_a_model() -> No
     cluster = FakeCluster()
     pool = Pool(cluster.clock, metrics=cluster.context.metrics)
     for role, model in ((Role.PREFILL, "mine"), (Role.DECODE, "other"), (Role.PREFILL, "")):
-        pool.add(Node(f"{role}-{model}", "http://n", role, model))
+        pool.add(Node(f"{role}-{model}", "http://n", (role,), model))
     told = [cluster.registry.get_sample_value(SERIES, {"model": model}) for model in ("mine", "other", "")]
     assert told == [0, None, None]

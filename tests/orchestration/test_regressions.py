@@ -22,7 +22,7 @@ CHAT, COMPLETIONS = Endpoint.CHAT, Endpoint.COMPLETIONS
 def _other_model(cluster: FakeCluster) -> None:
     """The second decode node serves another model, so that the first one's can become unknown."""
     cluster.pool.remove("d1")
-    node = Node("d1", cluster.decodes[1].url, Role.DECODE, "other")
+    node = Node("d1", cluster.decodes[1].url, (Role.DECODE,), "other")
     cluster.pool.add(node)
     cluster.pool.admit(node)
 

@@ -27,7 +27,7 @@ def view(name: str, queued: int | tuple[int, ...] = 0, state: State = State.UP, 
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
     of_view: dict[str, object] = {key: more.pop(key) for key in ("legs", "held") if key in more}
     of_view["queued"] = queued if isinstance(queued, tuple) else (queued,)
-    node = Node(name, f"http://{name}", role, "m", **more)  # type: ignore[arg-type]
+    node = Node(name, f"http://{name}", (role,), "m", **more)  # type: ignore[arg-type]
     return view_of(node, state, 0, **of_view)  # type: ignore[arg-type]
 
 

@@ -55,7 +55,7 @@ def test_a_plan_of_many_nodes_calls_no_more_functions_than_one_of_few() -> None:
 
 def view(name: str, active: int, weight: float = 1.0) -> NodeView:
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
-    return view_of(Node(name, f"http://{name}", role, "m", weight=weight), State.UP, active)
+    return view_of(Node(name, f"http://{name}", (role,), "m", weight=weight), State.UP, active)
 
 
 def every_lightest_pair(prefills: list[NodeView], decodes: list[NodeView], bars: Bars) -> list[tuple[str, str]]:
@@ -97,7 +97,7 @@ class Unbounded:
     """A cost that says nothing of what nodes cost at least which have cached nothing: all of them are looked at."""
 
     def __init__(self, cost: Cost) -> None:
-        self.fresh, self.at = cost.fresh, cost.at
+        self.fresh, self.at, self.role = cost.fresh, cost.at, cost.role
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
         """Less than any."""
@@ -107,7 +107,7 @@ class Unbounded:
 def loaded(name: str, role: Role, draw: st.DrawFn) -> NodeView:
     """A node with legs, tokens that wait, and slow start."""
     legs, capacity = draw(st.integers(2, 4)), draw(st.sampled_from([None, Capacity(1000, 8, 4, Binding.STATE)]))
-    node = Node(name, f"http://{name}", role, "m", weight=draw(st.sampled_from([1.0, 1.0, 0.3])), capacity=capacity)
+    node = Node(name, f"http://{name}", (role,), "m", weight=draw(st.sampled_from([1.0, 1.0, 0.3])), capacity=capacity)
     queued, held = draw(st.integers(0, 4000)), Footprint(draw(st.integers(0, 1200)), legs)
     share = draw(st.sampled_from([1.0, 1.0, 0.3]))
     return view_of(node, State.UP, legs, share, legs=(legs,), queued=(queued,), held=(held,))

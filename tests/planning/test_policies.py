@@ -16,7 +16,7 @@ from tests.fakes.views import view_of
 def view(name: str, active: int = 0, state: State = State.UP, **more: object) -> NodeView:
     """A node whose role is its first letter."""
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
-    return view_of(Node(name, f"http://{name}", role, "m", **more), state, active)  # type: ignore[arg-type]
+    return view_of(Node(name, f"http://{name}", (role,), "m", **more), state, active)  # type: ignore[arg-type]
 
 
 _VIEWS = st.lists(
@@ -71,7 +71,9 @@ def test_a_plan_is_allowed_and_there_is_one_wherever_there_is_one_by_load(
 def test_one_node_is_open_and_found_wherever_there_is_one(
     views: list[NodeView], bars: Bars, needs: PlanInput, routing: Routing, role: Role
 ) -> None:
-    open_nodes = {each.node.name for each in views if each.takes_requests() and each.node.role is role} - needs.excluded
+    open_nodes = {
+        each.node.name for each in views if each.takes_requests() and role in each.node.roles
+    } - needs.excluded
     found = None
     with contextlib.suppress(NoNode):
         found = choose(Snapshot(tuple(views), bars), role, needs, PlanPolicy(policy_named(routing)), 3).name

@@ -24,7 +24,7 @@ OWN = (Affinity.OWN, Affinity.OWN)
 def view(name: str, active: int = 0, state: State = State.UP, share: float = 1.0, **more: object) -> NodeView:
     """A node whose role is its first letter."""
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
-    node = Node(name, f"http://{name}", role, "m", **more)  # type: ignore[arg-type]
+    node = Node(name, f"http://{name}", (role,), "m", **more)  # type: ignore[arg-type]
     return view_of(node, state, active, share)
 
 
@@ -70,7 +70,7 @@ _KEYS = st.integers(0, 2**64 - 1)
 
 
 def has_both(views: Sequence[NodeView]) -> bool:
-    return {each.node.role for each in views} == set(Role)
+    return {role for each in views for role in each.node.roles} == set(Role)
 
 
 @given(_FLEETS, _KEYS, st.randoms(use_true_random=False))
@@ -131,7 +131,7 @@ def test_which_prefill_node_a_session_has_says_nothing_of_its_decode_node() -> N
 def order(views: Sequence[NodeView], key: int) -> list[str]:
     """The prefill nodes in the key's order: each where those before it have gone."""
     left, found = list(views), list[str]()
-    while any(each.node.role is Role.PREFILL for each in left):
+    while any(Role.PREFILL in each.node.roles for each in left):
         found.append(names(made(left, key))[0])
         left = [each for each in left if each.node.name != found[-1]]
     return found
@@ -237,6 +237,6 @@ def test_a_ticket_that_is_tried_again_stays_with_the_session(key: int) -> None:
 def test_what_one_node_computes_alone_goes_to_the_sessions_decode_node() -> None:
     views = fleet(2, 5)
     for key in KEYS[:20]:
-        alone = made([each for each in views if each.node.role is Role.DECODE], key)
+        alone = made([each for each in views if Role.DECODE in each.node.roles], key)
         assert (alone.prefill, alone.decode.name) == (None, names(made(views, key))[1])
         assert affinities(alone) == (None, Affinity.OWN)

@@ -44,9 +44,9 @@ def test_without_sources_the_defaults_hold() -> None:
 def test_two_flags_are_enough() -> None:
     settings = load(flags("--prefill", "http://p:1/", "--decode", "http://d:1", "--decode", "http://d:2"))
     assert settings.nodes == (
-        ConfiguredNode(url="http://p:1", role=Role.PREFILL),
-        ConfiguredNode(url="http://d:1", role=Role.DECODE),
-        ConfiguredNode(url="http://d:2", role=Role.DECODE),
+        ConfiguredNode(url="http://p:1", roles=(Role.PREFILL,)),
+        ConfiguredNode(url="http://d:1", roles=(Role.DECODE,)),
+        ConfiguredNode(url="http://d:2", roles=(Role.DECODE,)),
     )
 
 
@@ -63,7 +63,7 @@ def test_a_file_sets_everything(tmp_path: Path) -> None:
     settings = load(config=file(tmp_path, text))
     assert (settings.listen.host, settings.listen.port) == ("0.0.0.0", 9000)
     assert settings.nodes == (
-        ConfiguredNode(url="http://p:1", role=Role.PREFILL, model="m", aliases=("lora",), weight=2.0),
+        ConfiguredNode(url="http://p:1", roles=(Role.PREFILL,), model="m", aliases=("lora",), weight=2.0),
     )
     assert settings.deadlines.stall == 90.0
     assert settings.deadlines.connect == 5.0
@@ -179,10 +179,17 @@ def test_foreign_variables_are_ignored() -> None:
         ("log: {", "is not YAML"),
         ("listen: {PORT: 1}", "there is no setting 'listen.PORT'. Did you mean listen.port?"),
         ("nodes: [5]", "nodes[0]: a node must map names to values, not be 5."),
-        ("nodes: {}", "nodes must be a list of entries with url and role."),
-        ("nodes: [{url: 'http://a'}]", "nodes[0]: a node needs role."),
+        ("nodes: {}", "nodes must be a list of entries with url and roles."),
+        ("nodes: [{role: decode}]", "nodes[0]: a node needs url."),
         ("nodes: [{url: 'http://a', role: decode, wieght: 2}]", "there is no setting 'wieght'. Did you mean weight?"),
-        ("nodes: [{url: 'http://a', role: both}]", "role must be one of prefill, decode, not 'both'."),
+        ("nodes: [{url: 'http://a', role: both}]", "roles must be one or both of prefill, decode, not 'both'."),
+        ("nodes: [{url: 'http://a', roles: []}]", "roles must be one or both of prefill, decode, not []."),
+        ("nodes: [{url: 'http://a', roles: [5]}]", "roles must be one or both of prefill, decode, not [5]."),
+        ("nodes: [{url: 'http://a', role: decode, roles: prefill}]", "there is no setting 'role'."),
+        (
+            "nodes: [{url: 'http://a', role: decode}, {url: 'http://a', role: prefill, weight: 2}]",
+            "the node http://a is there twice: it is one node, so write it once, with its roles.",
+        ),
         ("nodes: [{url: 'http://a', role: decode, weight: 0}]", "weight must be a number above 0, not 0."),
         ("nodes: [{url: 'http://a/', role: decode}, {url: 'http://a', role: decode}]", "is there twice; use weight"),
         ("nodes: [{url: 'http://u:p@a', role: decode}]", "url must be an address without credentials"),
@@ -279,7 +286,7 @@ def test_every_fault_is_named_with_its_place(tmp_path: Path) -> None:
             "--otel-export: otel.export must be one of off, otlp, not 'maybe'.",
             f"the file {path}, line 1: limits must map names to values, not be 5.",
             f"the file {path}, line 4: log.level must be one of debug, info, warning, error, not 'loud'.",
-            f"the file {path}, line 7, nodes[0]: role must be one of prefill, decode, not 'both'.",
+            f"the file {path}, line 7, nodes[0]: roles must be one or both of prefill, decode, not 'both'.",
             f"the file {path}, line 8, nodes[0]: aliases must be a list of texts, not [1, 2].",
             f"the file {path}, line 10, nodes[2]: there is no setting 'wieght'. Did you mean weight?",
             f"the file {path}, line 11: keys.file: there is no file /nowhere.",

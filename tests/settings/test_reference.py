@@ -37,7 +37,7 @@ def test_the_schema_describes_every_setting() -> None:
     for each in every_setting():
         described = properties[each.section]["properties"][each.name]
         assert described["description"] == each.description
-    assert properties["nodes"]["items"]["properties"].keys() == {each.name for each in node_settings()}
+    assert properties["nodes"]["items"]["properties"].keys() == {"role", *(each.name for each in node_settings())}
     assert jsonschema_rs.meta.is_valid(json.loads(printed_schema()))
 
 
@@ -49,6 +49,7 @@ GOOD = [
     "listen: {admin_names: [a, proxy-1.llm.svc.], metrics: both}",
     "listen: {admin_names: 'a, b.example'}",
     "nodes: [{url: 'http://[::1]:8000/', role: prefill, aliases: 'a, b', weight: '2.5'}]",
+    "nodes: [{url: 'http://a'}, {url: 'http://b', roles: [decode, prefill]}, {url: 'http://c', roles: decode}]",
     "otel: {endpoint: 'http://[::1]:4318/a@b'}",
     "deadlines: {connect: 1, stall: 0.5, request: 90s, release: 1.5 h, drain: 0}",
     "limits: {body_bytes: 16MiB, held_bytes: 1 GiB, queue_seconds: 500ms}",
@@ -67,7 +68,9 @@ BAD = [
     "listen: {admin_names: ['-a']}",
     "listen: {tls_key: 5}",
     "nodes: {}",
-    "nodes: [{url: 'http://a'}]",
+    "nodes: [{role: decode}]",
+    "nodes: [{url: 'http://a', roles: []}]",
+    "nodes: [{url: 'http://a', roles: [both]}]",
     "nodes: [{url: a, role: decode}]",
     "nodes: [{url: 'http://u:p@a', role: decode}]",
     "nodes: [{url: 'http://a', role: both}]",

@@ -27,7 +27,7 @@ def told(model: Model) -> Reuse:
         Node(
             "n",
             "http://n",
-            Role.PREFILL,
+            (Role.PREFILL,),
             fingerprint={"all": "f"},
             prefix_match_unit=model.unit if model.unit < BLOCK else 0,
             hashing=Hashing("sha256", scheme.unit, BLOCK, b"", model.eagle, scheme.states),

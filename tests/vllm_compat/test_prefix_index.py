@@ -115,7 +115,7 @@ def test_what_a_prefill_leg_leaves_for_a_longer_prompt_is_where_the_leg_ended(na
     states = 1 if len(model.groups) > 1 else None
     unit = model.unit if states else 0
     capacity = Capacity(1000, states, 1, Binding.ATTENTION)
-    leg = covered_tokens(Node("p", "http://p", Role.PREFILL, prefix_match_unit=unit, capacity=capacity), tokens)
+    leg = covered_tokens(Node("p", "http://p", (Role.PREFILL,), prefix_match_unit=unit, capacity=capacity), tokens)
     engine = Engine(model, PrefixIndex(model.scheme), seed=2)
     prompt = engine.text(tokens)
     take_ticket(engine.node, prompt, "p-0")

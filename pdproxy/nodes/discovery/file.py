@@ -1,6 +1,7 @@
 """Nodes listed in a YAML file, which is read again and again."""
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -12,7 +13,15 @@ import yaml
 from pdproxy.clock import Clock
 from pdproxy.nodes.discovery.source import DiscoveryError, Nodes, poll
 from pdproxy.nodes.node import Node, Role
-from pdproxy.settings.types import UNSHOWN, NodeUrl
+from pdproxy.settings.types import (
+    UNSHOWN,
+    NodeRoles,
+    NodeUrl,
+    in_order,
+    kind_of_node,
+    one_for_each_address,
+    with_roles,
+)
 
 
 class FileSource:
@@ -20,7 +29,7 @@ class FileSource:
 
     Args:
         interval: seconds between two reads.
-        roles: nodes of other roles in the file are left out.
+        roles: other roles of nodes in the file are left out, and nodes of no role that is left.
     """
 
     def __init__(
@@ -46,26 +55,29 @@ class FileSource:
             nodes = read_entries(await asyncio.to_thread(self._path.read_bytes))
         except OSError as error:
             raise DiscoveryError(str(error)) from error
-        return tuple(node for node in nodes if node.role in self._roles)
+        kept = (dataclasses.replace(node, roles=in_order(self._roles.intersection(node.roles))) for node in nodes)
+        return tuple(node for node in kept if node.roles)
 
 
 class _Entry(pydantic.BaseModel, extra="forbid", strict=True):
     """A node in the file."""
 
     url: NodeUrl
-    role: Annotated[Role, pydantic.Field(strict=False)]
+    roles: NodeRoles = tuple(Role)
     name: str = ""
     model: str = ""
     aliases: list[str] = []
     weight: Annotated[float, pydantic.Field(gt=0, le=1000, allow_inf_nan=False)] = 1.0
 
+    _roles = pydantic.model_validator(mode="before")(with_roles)
+
     def node(self) -> Node:
-        name = self.name or f"{self.role}-{self.url.partition('://')[2]}"
-        return Node(name, self.url, self.role, self.model, tuple(self.aliases), self.weight)
+        name = self.name or f"{kind_of_node(self.roles)}-{self.url.partition('://')[2]}"
+        return Node(name, self.url, self.roles, self.model, tuple(self.aliases), self.weight)
 
 
 def read_entries(text: bytes) -> Nodes:
-    """Nodes of a YAML (or JSON) list of ``{url, role, name?, model?, aliases?, weight?}``.
+    """Nodes of a YAML (or JSON) list of ``{url, roles?, name?, model?, aliases?, weight?}``.
 
     Raises:
         DiscoveryError: names the entry and the field that cannot be used.
@@ -76,7 +88,10 @@ def read_entries(text: bytes) -> Nodes:
         raise DiscoveryError(f"the list of nodes is not YAML: {error}") from error
     except pydantic.ValidationError as error:
         raise DiscoveryError(_sentence(error)) from error
-    nodes = tuple(entry.node() for entry in entries)
+    try:
+        nodes = tuple(entry.node() for entry in one_for_each_address(entries))
+    except ValueError as error:
+        raise DiscoveryError(str(error)) from error
     names = [node.name for node in nodes]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -87,10 +102,10 @@ def read_entries(text: bytes) -> Nodes:
 def _sentence(error: pydantic.ValidationError) -> str:
     first = error.errors()[0]
     if not first["loc"]:
-        return "the list of nodes must be a list of {url, role}"
+        return "the list of nodes must be a list of {url, roles}"
     node, *fields = map(str, first["loc"])
     if not fields:
-        return f"node {node}: must be {{url, role}}, not {first['input']!r}"
+        return f"node {node}: must be {{url, roles}}, not {first['input']!r}"
     if first["type"] == "extra_forbidden":
         return f"node {node}: unknown field {fields[0]!r}; there are {', '.join(sorted(_Entry.model_fields))}"
     if first["type"] == UNSHOWN:

@@ -1,16 +1,18 @@
 """Where nodes are listed: the interface of a source, what the kinds of sources share, and how the pool follows one."""
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from pdproxy.clock import Clock
 from pdproxy.errors import PdproxyError
 from pdproxy.nodes.drain import AfterDrain, Drainer
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Node, Roles
 from pdproxy.nodes.pool import Pool, UnknownNode
+from pdproxy.settings.types import in_order, kind_of_node
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,20 +55,32 @@ class Source(Protocol):
 class Template:
     """What all nodes of a source that lists addresses have in common."""
 
-    role: Role
+    roles: Roles
     scheme: str = "http"
 
     def node(self, host: str, port: int) -> Node:
-        """The node at this address, named after its role and address."""
+        """The node at this address, named after its roles and address."""
         return Node(*self._fields(host, port))
 
     def terminating(self, host: str, port: int) -> TerminatingNode:
         """The same, where it is going away."""
         return TerminatingNode(*self._fields(host, port))
 
-    def _fields(self, host: str, port: int) -> tuple[str, str, Role]:
+    def _fields(self, host: str, port: int) -> tuple[str, str, Roles]:
         netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        return f"{self.role}-{netloc}", f"{self.scheme}://{netloc}", self.role
+        return f"{kind_of_node(self.roles)}-{netloc}", f"{self.scheme}://{netloc}", self.roles
+
+
+def one_for_each_url(nodes: Iterable[Node]) -> Nodes:
+    """Those of one address as one node, with the roles of all. Where one list has it as terminating and another one
+    does not, it stays."""
+    found: dict[str, Node] = {}
+    for node in nodes:
+        first = found.setdefault(node.url, node)
+        if first is not node:
+            stays = node if isinstance(first, TerminatingNode) else first
+            found[node.url] = dataclasses.replace(stays, name=first.name, roles=in_order((*first.roles, *node.roles)))
+    return tuple(found.values())
 
 
 async def poll(
@@ -102,28 +116,39 @@ async def poll(
 
 
 class DiscoverySync:
-    """Keeps the pool in step with a source: nodes join through the preflight and leave by draining.
+    """Keeps the pool in step with all sources: nodes join through the preflight and leave by draining.
 
-    Only nodes that the source has listed are touched: static ones and those that operators added stay as they are.
+    Only nodes that a source has listed are touched: static ones and those that operators added stay as they are. What
+    several sources list at one address is one node, with the roles of all, under the name that came first.
     ``drain_seconds``: for running requests on a node that is not listed any more.
     """
 
-    def __init__(self, pool: Pool, drainer: Drainer, source: Source, drain_seconds: float) -> None:
+    def __init__(self, pool: Pool, drainer: Drainer, sources: Sequence[Source], drain_seconds: float) -> None:
         self._pool = pool
         self._drainer = drainer
-        self._source = source
+        self._sources = sources
         self._drain_seconds = drain_seconds
+        self._lists: dict[int, Nodes] = {}
         self._listed: dict[str, Node] = {}
 
     async def run(self) -> None:
-        """Apply each list of the source, until cancelled."""
-        async with contextlib.aclosing(self._source.watch()) as lists:
+        """Apply each list of each source, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for number, source in enumerate(self._sources):
+                group.create_task(self._follow(number, source))
+
+    async def _follow(self, number: int, source: Source) -> None:
+        async with contextlib.aclosing(source.watch()) as lists:
             async for nodes in lists:
-                self.apply(nodes)
+                self._lists[number] = nodes
+                self.apply(one_for_each_url(node for number in sorted(self._lists) for node in self._lists[number]))
 
     def apply(self, nodes: Nodes) -> None:
-        """Make the pool hold these, and no others of this source."""
-        wanted = {node.name: node for node in nodes}
+        """Make the pool hold these, and no others of these sources."""
+        names = {node.url: name for name, node in self._listed.items()}
+        wanted = {
+            name: dataclasses.replace(node, name=name) for node in nodes if (name := names.get(node.url, node.name))
+        }
         for name in [name for name in self._listed if name not in wanted]:
             del self._listed[name]
             self._drain(name)
@@ -144,7 +169,7 @@ class DiscoverySync:
 
     def _add(self, node: Node) -> None:
         others = (view.node for view in self._pool.snapshot().nodes if view.node.name != node.name)
-        if any((other.url, other.role) == (node.url, node.role) for other in others):
+        if any(other.url == node.url for other in others):
             _LOG.warning("node %s is there already under another name", node.url)
             return
         self._listed[node.name] = node

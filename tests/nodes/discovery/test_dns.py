@@ -217,7 +217,7 @@ async def urls(found: AsyncIterator[tuple[object, ...]]) -> list[str]:
 
 async def test_addresses_are_followed_and_trouble_changes_nothing() -> None:
     resolver = ScriptedResolver(("10.0.0.1",), DiscoveryError("no network"), (), ("10.0.0.1",), ("10.0.0.1", "fd00::1"))
-    source = DnsSource(resolver, "decode", 8000, Template(Role.DECODE), NoWait())
+    source = DnsSource(resolver, "decode", 8000, Template((Role.DECODE,)), NoWait())
     found = source.watch()
     assert await urls(found) == ["http://10.0.0.1:8000"]
     assert await urls(found) == ["http://10.0.0.1:8000", "http://[fd00::1]:8000"]
@@ -226,9 +226,9 @@ async def test_addresses_are_followed_and_trouble_changes_nothing() -> None:
 
 async def test_services_bring_their_own_ports() -> None:
     resolver = ScriptedResolver(DiscoveryError("what?"), SERVICES)
-    found = DnsSource(resolver, NAME, None, Template(Role.PREFILL, "https"), NoWait()).watch()
+    found = DnsSource(resolver, NAME, None, Template((Role.PREFILL,), "https"), NoWait()).watch()
     (first, second) = await anext(found)
     assert first.name == "prefill-d-0.decode.ai.svc.cluster.local:8000"
     assert (first.url, second.url) == tuple(f"https://{record.host}:{record.port}" for record in RECORDS)
-    assert first.role is Role.PREFILL
+    assert first.roles == (Role.PREFILL,)
     await found.aclose()

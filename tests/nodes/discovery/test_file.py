@@ -10,8 +10,8 @@ from pdproxy.nodes.node import Node, Role
 
 ONE = "- {url: 'http://10.0.0.1:8000/', role: prefill}\n"
 TWO = ONE + "- {url: 'http://d1:8000', role: decode, name: d1, model: tiny, aliases: [lora], weight: 2}\n"
-FIRST = Node("prefill-10.0.0.1:8000", "http://10.0.0.1:8000", Role.PREFILL)
-SECOND = Node("d1", "http://d1:8000", Role.DECODE, "tiny", ("lora",), 2.0)
+FIRST = Node("prefill-10.0.0.1:8000", "http://10.0.0.1:8000", (Role.PREFILL,))
+SECOND = Node("d1", "http://d1:8000", (Role.DECODE,), "tiny", ("lora",), 2.0)
 
 
 class Script:
@@ -44,7 +44,7 @@ def test_entries_are_read_with_every_field() -> None:
         ("a: [", "YAML"),
         ("", "list"),
         ("nodes: []", "list"),
-        ("- 3", "node 0: must be {url, role}, not 3"),
+        ("- 3", "node 0: must be {url, roles}, not 3"),
         ("- {role: prefill}", "url"),
         ("- {url: 'http://x', role: both}", "role"),
         ("- {url: 'ftp://x', role: prefill}", "url"),
@@ -60,7 +60,8 @@ def test_entries_are_read_with_every_field() -> None:
         ("- {url: 'http://x', role: prefill, weight: true}", "weight"),
         ("- {url: 'http://x', role: prefill, aliases: a}", "aliases"),
         ("- {url: 'http://x', role: prefill, model: 3}", "model"),
-        (ONE + ONE, "two nodes"),
+        (ONE + ONE, "is there twice"),
+        (TWO + TWO.replace("d1:8000", "d2:8000").replace(ONE, ""), "two nodes are called 'd1'"),
     ],
 )
 def test_an_unusable_list_is_refused_by_name(text: str, word: str) -> None:

@@ -106,7 +106,7 @@ async def test_a_refusal_in_no_shape_at_all_is_said_too(clock: NoWaitClock, toke
 
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
         api = Api(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", token)
-        source = KubernetesSource(api, Query("ai", "a=b"), Template(Role.DECODE), clock)
+        source = KubernetesSource(api, Query("ai", "a=b"), Template((Role.DECODE,)), clock)
         with pytest.raises(DiscoveryError, match=r"^the API server answers 502: oops$"):
             await source.list()
         await source.aclose()
@@ -114,7 +114,7 @@ async def test_a_refusal_in_no_shape_at_all_is_said_too(clock: NoWaitClock, toke
 
 async def test_without_a_server_or_a_token_the_error_names_what_is_missing(clock: NoWaitClock, tmp_path: Path) -> None:
     for token, reason in ((None, "ConnectError"), (tmp_path / "absent", "absent")):
-        source = KubernetesSource(Api("http://127.0.0.1:1", token), Query("ai", "a=b"), Template(Role.DECODE), clock)
+        source = KubernetesSource(Api("http://127.0.0.1:1", token), Query("ai", "a=b"), Template((Role.DECODE,)), clock)
         with pytest.raises(DiscoveryError, match=reason):
             await source.list()
         await source.aclose()
@@ -122,7 +122,7 @@ async def test_without_a_server_or_a_token_the_error_names_what_is_missing(clock
 
 async def test_a_whole_selector_is_sent_as_it_is(server: ApiServer, clock: NoWaitClock) -> None:
     selector = "app in (a,b),!canary,tier!=gold"
-    source = KubernetesSource(Api(server.url), Query("ai", selector), Template(Role.DECODE), clock)
+    source = KubernetesSource(Api(server.url), Query("ai", selector), Template((Role.DECODE,)), clock)
     await source.list()
     await source.aclose()
     assert server.asked[0]["labelSelector"] == selector
@@ -132,7 +132,7 @@ async def test_a_whole_selector_is_sent_as_it_is(server: ApiServer, clock: NoWai
 async def test_an_https_server_is_trusted_by_the_clusters_authorities_alone(clock: NoWaitClock, token: Path) -> None:
     async with ApiServer(tls=serving()) as server:
         await server.put("a", "127.0.0.9")
-        query, template = Query("ai", "a=b"), Template(Role.DECODE)
+        query, template = Query("ai", "a=b"), Template((Role.DECODE,))
         trusting = KubernetesSource(Api(server.url, token, CERTIFICATE), query, template, clock)
         assert [node.url for node in await trusting.list()] == ["http://127.0.0.9:8000"]
         await trusting.aclose()

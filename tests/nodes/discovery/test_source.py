@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import pytest
 
 from pdproxy.background import Background
-from pdproxy.nodes.discovery.source import DiscoverySync, Template
+from pdproxy.nodes.discovery.source import DiscoverySync, Template, TerminatingNode, one_for_each_url
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool
 from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import settle, until
 
-TEMPLATE = Template(Role.DECODE)
+TEMPLATE = Template((Role.DECODE,))
 ONE, TWO = TEMPLATE.node("d1", 8000), TEMPLATE.node("d2", 8000)
 
 
@@ -48,7 +48,7 @@ async def drainer(pool: Pool) -> AsyncIterator[Drainer]:
 
 @pytest.fixture
 def sync(pool: Pool, drainer: Drainer) -> DiscoverySync:
-    return DiscoverySync(pool, drainer, FakeSource(), 30)
+    return DiscoverySync(pool, drainer, [FakeSource()], 30)
 
 
 def names(pool: Pool) -> dict[str, State]:
@@ -89,7 +89,7 @@ async def test_other_settings_make_it_join_again(pool: Pool, sync: DiscoverySync
 
 
 async def test_nodes_of_others_are_left_alone(pool: Pool, sync: DiscoverySync) -> None:
-    pool.add(Node("mine", ONE.url, Role.DECODE))
+    pool.add(Node("mine", ONE.url, (Role.DECODE,)))
     sync.apply((ONE, TWO))
     assert set(names(pool)) == {"mine", TWO.name}
     sync.apply(())
@@ -109,7 +109,7 @@ async def test_what_the_operator_removed_stays_removed_until_it_is_found_anew(po
 
 async def test_it_follows_until_it_is_cancelled(pool: Pool, drainer: Drainer) -> None:
     source = FakeSource()
-    task = asyncio.create_task(DiscoverySync(pool, drainer, source, 30).run())
+    task = asyncio.create_task(DiscoverySync(pool, drainer, [source], 30).run())
     for shown in ((ONE,), (ONE, TWO), ()):
         source.shown.put_nowait(shown)
         await until(lambda shown=shown: set(names(pool)) == {node.name for node in shown})  # type: ignore[misc]
@@ -156,3 +156,30 @@ async def test_a_terminating_node_that_the_operator_removed_stays_removed(pool: 
     pool.remove(ONE.name)
     sync.apply((GOING,))
     assert names(pool) == {}
+
+
+async def test_what_two_sources_list_at_one_address_is_one_node(pool: Pool, drainer: Drainer) -> None:
+    prefills, decodes = FakeSource(), FakeSource()
+    task = asyncio.create_task(DiscoverySync(pool, drainer, [prefills, decodes], 30).run())
+    as_prefill = Template((Role.PREFILL,)).node("d1", 8000)
+
+    async def shown(source: FakeSource, *nodes: Node) -> dict[str, tuple[Role, ...]]:
+        source.shown.put_nowait(nodes)
+        await settle()
+        return {view.name: pool.configured(view.name).roles for view in pool.snapshot().nodes}
+
+    assert await shown(decodes, ONE) == {"decode-d1:8000": (Role.DECODE,)}
+    assert await shown(prefills, as_prefill) == {"decode-d1:8000": tuple(Role)}
+    assert await shown(decodes) == {"decode-d1:8000": (Role.PREFILL,)}
+    assert names(pool)["decode-d1:8000"] is State.JOINING
+    assert await shown(decodes, TWO) == {"decode-d1:8000": (Role.PREFILL,), "decode-d2:8000": (Role.DECODE,)}
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_an_address_leaves_when_no_list_keeps_it() -> None:
+    going = Template((Role.PREFILL,)).terminating("d1", 8000)
+    assert one_for_each_url([going, ONE]) == (dataclasses.replace(ONE, name=going.name, roles=tuple(Role)),)
+    (both,) = one_for_each_url([going, TEMPLATE.terminating("d1", 8000)])
+    assert isinstance(both, TerminatingNode)
+    assert both.roles == tuple(Role)

@@ -36,7 +36,7 @@ async def a_source(
 ) -> AsyncIterator[KubernetesSource]:
     """A source, which leaves no connection behind."""
     query = Query("ai", "kubernetes.io/service-name=decode", "http")
-    source = KubernetesSource(Api(server.url, token, CERTIFICATE), query, Template(Role.DECODE), clock, **seconds)
+    source = KubernetesSource(Api(server.url, token, CERTIFICATE), query, Template((Role.DECODE,)), clock, **seconds)
     yield source
     await source.aclose()
     await server.all_gone()
