@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from pdproxy.nodes.load import PlaceLoad
-from pdproxy.nodes.node import Bars, Group, NodeView, Role
+from pdproxy.nodes.node import Bars, NodeView, Role
 from pdproxy.planning.cost import (
     Cost,
     Estimate,
@@ -81,7 +81,8 @@ class CacheAware:
         prefill, decode = found
         if candidates.shared:
             alone = compared.best_alone(turn)
-            if alone is not None and alone.score < prefill.score + decode.score:
+            one = prefill.view is decode.view  # what is best for both is best alone
+            if alone is not None and (one or alone.score < prefill.score + decode.score):
                 return compared.alone(alone, compared.reason(alone, Role.DECODE), LocalReason.ALONE)
         resuming = compared.resuming() if compared.hits(Role.DECODE) else None
         if resuming is not None and (
@@ -163,25 +164,9 @@ class Comparison:
                 prefill = self.best(self.prefill, group.prefills, prefill_hits, turn)
                 decode = self.best(self.hand_over, group.decodes, decode_hits, turn)
                 found = None if prefill is None or decode is None else (prefill, decode)
-                if candidates.shared and found is not None and found[0].view is found[1].view:
-                    found = self._of_two_nodes(found, group, turn)
             if found is not None and (best is None or found[0].score + found[1].score < best[0].score + best[1].score):
                 best = found
         return best
-
-    def _of_two_nodes(
-        self, one: tuple[Estimate, Estimate], group: Group, turn: int
-    ) -> tuple[Estimate, Estimate] | None:
-        """One node is the best place for both: the best pair in which it does one of the two, and another node the
-        other one."""
-        (prefill, decode), node = one, one[0].view
-        prefills, decodes = ([view for view in views if view is not node] for views in (group.prefills, group.decodes))
-        computing, taking_over = ([hit for hit in self._hits[role] if hit[0] in prefills + decodes] for role in Role)
-        other_prefill = self.best(self.prefill, prefills, computing, turn)
-        other_decode = self.best(self.hand_over, decodes, taking_over, turn)
-        found = [(prefill, other_decode)] if other_decode is not None else []
-        found += [(other_prefill, decode)] if other_prefill is not None else []
-        return min(found, key=lambda pair: pair[0].score + pair[1].score, default=None)
 
     def best_alone(self, turn: int) -> Estimate | None:
         """The node of both roles that serves the whole request at the least cost."""

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from pdproxy.nodes.node import BOTH, DECODE, PREFILL, Binding, Capacity, Footprint, Role, Roles, State
+from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.planning.plan import LEAST_LOADED
 from pdproxy.request import Endpoint
@@ -70,6 +71,19 @@ async def test_a_hand_over_begins_only_where_both_have_room() -> None:
         for name in ("n0", "n1"):
             assert cluster.pool.view(name).footprint.tokens <= 60
         await made.finish(*"abcdef")
+
+
+async def test_a_node_without_room_computes_no_prompt_for_others() -> None:
+    """It has the fewest legs, and its caches are nearly full."""
+    cluster = FakeCluster(0, 0, PAIRS, shared=3, capacity=Capacity(60, None, 1, Binding.ATTENTION))
+    others = [cluster.pool.acquire(name) for name in ("n1", "n1", "n2", "n2")]
+    with cluster.pool.acquire("n0", LegLoad(footprint=Footprint(50, 1))):
+        for number in range(6):
+            assert (await ask(cluster, f"r-{number}")).route == "disaggregated"
+        assert cluster.shared[0].legs() == []
+    for slot in others:
+        slot.release()
+    await cluster.settle()
 
 
 @pytest.mark.parametrize("kind", [FaultKind.REFUSE, FaultKind.RESET, FaultKind.STATUS, FaultKind.NO_TICKET])

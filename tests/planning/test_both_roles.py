@@ -4,7 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.nodes.node import BOTH, DECODE, PREFILL, Bars, Node, NodeView, Role, Roles, Snapshot, State
+from pdproxy.nodes.node import (
+    BOTH,
+    DECODE,
+    PREFILL,
+    Bars,
+    Binding,
+    Capacity,
+    Footprint,
+    Node,
+    NodeView,
+    Role,
+    Roles,
+    Snapshot,
+    State,
+)
 from pdproxy.planning.cache_aware import CacheAware
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, RoutingPolicy, choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput
@@ -19,9 +33,12 @@ ROLES = {"p": PREFILL, "d": DECODE, "n": BOTH}
 TOKENS = 4000
 
 
-def view(name: str, queued: int = 0, streams: int = 0, roles: Roles = BOTH, cohort: str = "") -> NodeView:
-    """A node on which so many tokens wait in one prompt, and so many streams run."""
-    made = view_of(Node(name, f"http://{name}", roles, "m", cohort=cohort), State.UP, 0, queued=(queued,))
+def view(
+    name: str, queued: int = 0, streams: int = 0, roles: Roles = BOTH, cohort: str = "", ranks: int = 1
+) -> NodeView:
+    """A node on whose first rank so many tokens wait in one prompt, and so many streams run."""
+    node = Node(name, f"http://{name}", roles, "m", cohort=cohort, ranks=ranks)
+    made = view_of(node, State.UP, 0, queued=(queued, *(0 for _ in range(1, ranks))))
     place = made.places[0]
     place.prompts = int(queued > 0)
     place.legs = place.prompts + streams
@@ -49,9 +66,11 @@ def test_one_node_serves_alone_by_every_policy(policy: RoutingPolicy, on_failure
 
 
 _VIEWS = st.builds(
-    lambda kind, number, queued, streams, cohort: view(f"{kind}{number}", queued, streams, ROLES[kind], cohort),
+    lambda kind, number, queued, streams, cohort, ranks: view(
+        f"{kind}{number}", queued, streams, ROLES[kind], cohort, ranks
+    ),
     st.sampled_from("pdnnn"), st.integers(0, 5), st.sampled_from([0, 100, 9000]), st.sampled_from([0, 1, 40]),
-    st.sampled_from(["", "a", "b"]),
+    st.sampled_from(["", "a", "b"]), st.integers(1, 2),
 )  # fmt: skip
 _NAMES = st.builds(lambda kind, number: f"{kind}{number}", st.sampled_from("pdn"), st.integers(0, 5))
 _BARS = st.builds(
@@ -108,6 +127,15 @@ def test_a_plan_is_always_allowed_and_never_of_a_node_with_itself(
         assert (prefill, other) in pairs
 
 
+def test_ranks_of_one_node_hand_nothing_over_to_each_other() -> None:
+    """The first rank has the prompt and many streams, the second one neither; the other node has a long queue."""
+    full = Capacity(10_000, None, 1, Binding.ATTENTION)
+    node = Node("n1", "http://n1", BOTH, "m", ranks=2, capacity=full)
+    one = view_of(node, State.UP, 0, legs=(1, 0), held=(Footprint(4900, 1), Footprint()))
+    made = make(one, view("n2", 9_000), hits={"n1": (3900, 3900)})
+    assert (made.prefill, made.decode.name) == (None, "n1")
+
+
 def test_idle_equal_nodes_hand_nothing_over() -> None:
     made = make(view("n1"), view("n2"))
     assert (made.prefill, made.local) == (None, LocalReason.ALONE)
@@ -116,7 +144,7 @@ def test_idle_equal_nodes_hand_nothing_over() -> None:
 def test_where_streams_run_less_is_computed() -> None:
     """The budget is 0.1 s, the prompt takes about half a second: it is computed on the node without streams."""
     assert make(view("n1", streams=20), view("n2")).computing.name == "n2"
-    assert make(view("n1", streams=20), view("n2", streams=2)).computing.name == "n2"
+    assert make(view("n1", streams=3), view("n2", queued=800)).computing.name == "n2"
 
 
 def test_a_long_queue_costs_more_than_the_streams() -> None:
