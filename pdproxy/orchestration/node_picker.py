@@ -140,7 +140,11 @@ class NodePicker:
         if standing is not Standing.OVER:
             return True
         request = self._sub_request.request
-        views = pool.snapshot().served(request.model).all.of(_role_of(node, chosen))
+        views = (
+            pool.snapshot()
+            .served(request.model)
+            .all.of(Role.PREFILL if chosen.prefill is not None or Role.DECODE not in node.roles else Role.DECODE)
+        )
         return queue.leaves_nodes(node.name, views, request.api_key)
 
     def _uncached(self, chosen: Plan) -> int:
@@ -296,7 +300,8 @@ class NodePicker:
             return  # vLLM chose among several
         self._counted = True
         if node in (chosen.prefill, chosen.decode):
-            outcome, role = predicted(planned, cached, node.block_size or USUAL_BLOCK), _role_of(node, chosen)
+            outcome = predicted(planned, cached, node.block_size or USUAL_BLOCK)
+            role = Role.PREFILL if node is chosen.prefill or Role.DECODE not in node.roles else Role.DECODE
             self._context.metrics.hit(role, planned, cached, outcome)
             self._context.in_flight.planned_hits[role].add(usage.prompt or 0, planned, cached, outcome)
         if source is not None:
@@ -339,8 +344,3 @@ class NodePicker:
         """Decode nodes that cannot resume, for a leg that does."""
         nodes = (view.node for view in self._context.pool.snapshot().nodes)
         return frozenset(node.name for node in nodes if Role.DECODE in node.roles and not self.resumes(node))
-
-
-def _role_of(node: Node, chosen: Plan) -> Role:
-    """As what a node of a plan computes the prompt."""
-    return Role.PREFILL if node is chosen.prefill or Role.DECODE not in node.roles else Role.DECODE
