@@ -219,6 +219,11 @@ class PlaceCaches:
         """The node's places are no more, but for some ranks."""
         self._drop([place for place in self._feeds if place.node == node and place.rank not in but])
 
+    @property
+    def empty(self) -> bool:
+        """Whether no place's events are read."""
+        return not self._feeds
+
     def has(self, place: Place) -> bool:
         """Whether the place's events are read."""
         return place in self._feeds

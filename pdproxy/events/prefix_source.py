@@ -168,6 +168,8 @@ class EventPrefixSource:
 
     def _candidates(self, sub_request: SubRequest) -> _Candidates | None:
         """None where there is nothing to choose, nothing is known, or the model is an adapter, or may be."""
+        if self._caches.empty:
+            return None
         model = sub_request.request.model
         served = self._pool.snapshot().served(model)
         by_role = {role: served.all.of(role) for role in Role}

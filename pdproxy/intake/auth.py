@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -195,6 +197,7 @@ def _limit(word: str, where: str) -> tuple[str, float]:
     return limit, value
 
 
+_NAME = operator.itemgetter(0)
 _USABLE = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _NOT_PASSED_ON = HOP_BY_HOP | {
     # What describes this connection's message and its answer, and what our transport sets itself.
@@ -233,9 +236,11 @@ def headers_for_node(headers: Headers, fields: Fields, request_id: str, credenti
 
     None of them tells of a body or asks for a kind of answer: the request to the node may have another one.
     """
-    dropped = _dropped(fields.get("connection", ""))
-    passed = [pair for pair in headers if pair[0] not in dropped and pair[0][:10] != "x-pdproxy-"]
-    passed.append(("x-request-id", request_id))
+    names = tuple(map(_NAME, headers))
+    passed = [
+        *itertools.compress(headers, _passed_on(names, fields.get("connection", ""))),
+        ("x-request-id", request_id),
+    ]
     if credential is Credential.REPLACE:
         passed.append(("authorization", f"Bearer {own}"))
     elif credential is Credential.PASS and (theirs := fields.get("authorization")):
@@ -244,6 +249,7 @@ def headers_for_node(headers: Headers, fields: Fields, request_id: str, credenti
 
 
 @functools.lru_cache(maxsize=64)
-def _dropped(connection: str) -> frozenset[str]:
-    """Names that are not passed on; ``connection``: the header of this name. Most clients send the same."""
-    return _NOT_PASSED_ON | {token.strip().lower() for token in connection.split(",")}
+def _passed_on(names: tuple[str, ...], connection: str) -> tuple[bool, ...]:
+    """Which fields of these names go on; ``connection``: the header of this name. Most clients send the same."""
+    dropped = _NOT_PASSED_ON | {token.strip().lower() for token in connection.split(",")}
+    return tuple(name not in dropped and not name.startswith("x-pdproxy-") for name in names)

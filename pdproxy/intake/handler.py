@@ -42,7 +42,7 @@ from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
 from pdproxy.raw_json import Steps, at_once
-from pdproxy.request import ClientRequest, Endpoint, Headers, HeldBody, Json, media_type, write_json
+from pdproxy.request import ClientRequest, Endpoint, Headers, HeldBody, media_type, write_json
 from pdproxy.response import ProxyResponse
 from pdproxy.settings.types import Credential, Routing
 
@@ -183,7 +183,7 @@ class RequestHandler:
         return ClientRequest(
             request_id=exchange.request_id,
             endpoint=endpoint,
-            held=HeldBody[Json](body, admitted.reservation.close),
+            held=HeldBody(body, admitted.reservation.close),
             headers=self._node_headers(exchange),
             model=model or only_model(self.pool.snapshot()),
             stream=bool(fields.get("stream")),

@@ -176,7 +176,7 @@ class LegReader:
         return passes
 
     def _is_holding(self) -> bool:
-        return self._usage_filter is not None and self._usage_filter.is_holding
+        return self._usage_filter is not None and self._usage_filter.held != b""
 
     def _take_block(self, raw: bytes) -> bytes:
         """Of one event, record or comment. Events wait for their record, comments before them for none."""
@@ -219,7 +219,7 @@ class LegReader:
     def _take_event(self, raw: bytes) -> bytes:
         if self._pending_error is not None:
             return b""
-        if self.has_data_event and not self._is_holding() and self._passes(raw):
+        if self.has_data_event and self._passes(raw) and not self._is_holding():
             return raw
         event = short_event_of(raw)
         return raw if event.data is None else self._read(event, event.data)

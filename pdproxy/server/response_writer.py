@@ -217,19 +217,17 @@ class ClientExchange(RequestResponseCycle):
         """Write the head; not one that says itself how it is framed, or that has a field that is none."""
         if self.response_started or self.disconnected or self.flow.write_paused or not self.has_chunks:
             return False
-        length = None
-        for name, value in headers:
-            if name == b"content-length":
-                length = int(value)
-            elif name in _OF_CONNECTION:
-                return False
+        values = dict(headers)
+        if not _OF_CONNECTION.isdisjoint(values):
+            return False
+        length = values.get(b"content-length")
         fields = [*map(b": ".join, self.default_headers), *map(b": ".join, headers), b""]
         head = b"\r\n".join(fields)
         if len(head) - len(head.translate(None, _CONTROLS)) != len(b"\r\n") * (len(fields) - 1):
             return False
         self.response_started, self._head_waits, self.waiting_for_100_continue = True, True, False
         if length is not None:
-            self.chunked_encoding, self.expected_content_length = False, length
+            self.chunked_encoding, self.expected_content_length = False, int(length)
         elif self.scope["method"] != "HEAD" and status not in _BODILESS:
             self.chunked_encoding = True
             head += b"transfer-encoding: chunked\r\n"

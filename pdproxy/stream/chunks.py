@@ -109,7 +109,9 @@ def short_event_of(raw: bytes) -> Event:
     To copy some megabytes, or to search them, takes milliseconds each time, in which no other stream moves: so this
     comes first. What is looked for cannot stand inside a JSON string, where quotes are escaped.
     """
-    begin = raw.find(_PROMPT_IDS) + len(_PROMPT_IDS) if len(raw) > LONG_DATA else 0
+    if len(raw) <= LONG_DATA:
+        return compact(event_of(raw))
+    begin = raw.find(_PROMPT_IDS) + len(_PROMPT_IDS)
     end = raw.find(b"]", begin)
     if begin < len(_PROMPT_IDS) or end - begin < LONG_DATA:
         return compact(event_of(raw))
@@ -126,7 +128,7 @@ def compact(event: Event) -> Event:
     if event.data is None or event.data == DONE:
         return event
     try:
-        return event._replace(data=msgspec.json.format(event.data, indent=-1))
+        return Event(event.raw, event.name, msgspec.json.format(event.data, indent=-1), event.shortened)
     except msgspec.MsgspecError:  # no JSON: whoever has to read it says so
         return event
 

@@ -16,14 +16,11 @@ class UsageEventFilter:
     reason. So the latter is held back until the usage event is here, and gets the fingerprint.
     """
 
-    __slots__ = ("_held",)
+    __slots__ = ("held",)
 
     def __init__(self) -> None:
-        self._held = b""
-
-    @property
-    def is_holding(self) -> bool:
-        return bool(self._held)
+        self.held = b""
+        """What is held back; empty for nothing."""
 
     def is_usage_event(self, data: bytes) -> bool:
         return data.find(_USAGE_EVENT) >= 0
@@ -31,9 +28,9 @@ class UsageEventFilter:
     def feed(self, data: bytes, seen: bytes) -> bytes:
         """What the client may see now; ``seen`` is what it shall see of the event that has this data."""
         if data.find(FINISH_REASON) >= 0:
-            self._held += seen
+            self.held += seen
             return b""
-        return self.flush() + seen if self._held else seen
+        return self.flush() + seen if self.held else seen
 
     def on_usage_event(self, data: bytes) -> bytes:
         """What was held back, with the usage event's fingerprint."""
@@ -43,5 +40,5 @@ class UsageEventFilter:
         return held.removesuffix(_END) + found.group() + _END
 
     def flush(self) -> bytes:
-        held, self._held = self._held, b""
+        held, self.held = self.held, b""
         return held

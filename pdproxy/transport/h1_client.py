@@ -7,7 +7,6 @@ the like, and tests compare the two.
 
 import asyncio
 import logging
-import select
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Literal
@@ -49,7 +48,7 @@ class ConnectionPool:
         while stack:
             connection = stack.pop()
             idled = self._clock.now() - connection.idle_since
-            if idled < KEEP and not connection.lost and not _readable(connection.fileno):
+            if idled < KEEP and connection.quiet:
                 return connection
             connection.abort()
         return None
@@ -102,15 +101,6 @@ class ConnectionPool:
         self._idle = {origin: stack for origin, stack in self._idle.items() if stack}
         if self._idle:
             self._sweep_later()
-
-
-def _readable(fileno: int) -> bool:
-    """Whether there is something to read: on an idle connection the peer's close, or bytes that were not asked for."""
-    if fileno < 0:
-        return True
-    poll = select.poll()
-    poll.register(fileno, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 _REQUEST_TIMEOUT = 408

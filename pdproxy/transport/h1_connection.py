@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import select
 from collections.abc import Callable
 from typing import cast
 
@@ -135,9 +136,15 @@ class H1Connection(asyncio.Protocol):
         return self.answer.reusable and written and not self.lost
 
     @property
-    def fileno(self) -> int:
-        """The socket's descriptor, -1 once it is closed."""
-        return -1 if self._transport is None else int(self._transport.get_extra_info("socket").fileno())
+    def quiet(self) -> bool:
+        """Of one that idles: whether it stands as far as one can tell, and nothing is there to be read: the peer's
+        close, or bytes that were not asked for."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return False
+        poll = select.poll()
+        poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not poll.poll(0)
 
     async def exchange(self, method: str, head: bytes, body: bytes, timeouts: Timeouts, due: float) -> None:
         """Send a request; return when its response's head has come. All of it must have ended at ``due``, in the loop's
@@ -150,14 +157,16 @@ class H1Connection(asyncio.Protocol):
         answer.expect(method)
         self._watchdog.latest = due
         self._stall, self._piece_wait, self._untaken = timeouts.stall, timeouts.first_piece, 0
-        self._busy, lost = True, self.lost
-        self._failure = while_exchanging(None, self._where) if lost else None
-        if self._transport is not None and not lost:
+        self._busy, transport = True, self._transport
+        if transport is None or transport.is_closing():
+            self._failure = while_exchanging(None, self._where)
+        else:
+            self._failure = None
             if len(body) <= _ONE_WRITE:
-                self._transport.write(head + body)
+                transport.write(head + body)
             else:
-                self._transport.write(head)
-                self._transport.write(body)
+                transport.write(head)
+                transport.write(body)
         try:
             while not answer.has_head:
                 await self._wait(Fault.HEADERS_TIMEOUT, timeouts.headers)
