@@ -2,7 +2,7 @@
 
 An event goes one of three ways, the cheapest first:
 
-1. Like the last one: nearly every piece is events that differ from the one before in their text alone.
+1. Like the last one: nearly every piece is one event that differs from the one before in its text alone.
 2. By its bytes: it holds nothing that ends or changes the stream (`Transcript.passes`).
 3. Read: as the first event, the last ones, errors and usage.
 """
@@ -13,13 +13,14 @@ from collections.abc import AsyncIterator
 from pdproxy.errors import Fault, NodeFault, untraced
 from pdproxy.response import Sink
 from pdproxy.stream.chunks import DONE, Likeness, parse_object, short_event_of
-from pdproxy.stream.journal import Journal, record_in, record_of_one
+from pdproxy.stream.journal import ONE_EVENT, RECORD_OF_ONE, Journal, record_in, record_of_one
 from pdproxy.stream.sse import EVENT_BYTES, Event, Framer
 from pdproxy.stream.transcript import CHUNKED, Transcript
 from pdproxy.stream.usage_event import UsageEventFilter
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage, read_usage_event
 
+_COUNT, _RECORD = len(ONE_EVENT), len(RECORD_OF_ONE)
 _IS_COMMENT = operator.methodcaller("startswith", b":")
 
 
@@ -140,14 +141,38 @@ class LegReader:
         return b"" if self._usage_filter is None else self._usage_filter.flush()
 
     def _take(self, piece: bytes) -> bytes:
-        """What the client sees of a piece. Nearly every piece is events like the last one, each with its record."""
+        """What the client sees of a piece. Nearly every piece is one event like the last one, and its record."""
         like, journal = self._like_last, self._journal
         if like is None:
             return self._take_one(piece) if self._at_boundary else self._take_any(piece)
-        seen, records, end = like.split(piece)
+        end = like.end_in(piece, 0)
+        if journal is None:
+            if end == len(piece):
+                return piece
+        elif end and piece.find(b"\n\n", end) == len(piece) - 2:
+            journal.append_right(piece[end - _COUNT : -2])
+            return piece[: end - _RECORD]
+        return self._take_several(like, piece, end) if end else self._take_one(piece)
+
+    def _take_several(self, like: Likeness, piece: bytes, end: int) -> bytes:
+        """What the client sees of a piece that begins with an event like the last one, which ends at ``end``."""
+        journal, at, events, records = self._journal, 0, list[bytes](), list[bytes]()
+        while end:
+            if journal is None:
+                events.append(piece[at:end])
+                at = end
+            else:
+                stop = piece.find(b"\n\n", end)
+                if stop < 0:  # the rest of the record is still to come
+                    break
+                records.append(piece[end - _COUNT : stop])
+                events.append(piece[at : end - _RECORD])
+                at = stop + 2
+            end = like.end_in(piece, at)
         if journal is not None and records:
-            journal.append_right(records)
-        return seen if end == len(piece) else seen + self._take_one(piece[end:])
+            journal.append_right(b",".join(records))
+        seen = b"".join(events)
+        return seen if at == len(piece) else seen + self._take_one(piece[at:])
 
     def _take_one(self, piece: bytes) -> bytes:
         """What the client sees of a piece that may be one event and its record."""
@@ -172,7 +197,7 @@ class LegReader:
         """Whether bytes are one event that passes as it is; the next one may be like it."""
         passes = self._transcript.passes(raw)
         if passes:
-            self._like_last = Likeness.of(raw, journaled=self._journal is not None)
+            self._like_last = Likeness.of(raw, b"" if self._journal is None else RECORD_OF_ONE)
         return passes
 
     def _is_holding(self) -> bool:

@@ -10,7 +10,6 @@ import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Endpoint, Json, read_json, write_json
-from pdproxy.stream.journal import ONE_EVENT, RECORD_OF_ONE
 from pdproxy.stream.sse import Event, event_of
 from pdproxy.usage import with_cached_tokens
 
@@ -32,7 +31,6 @@ LONG_DATA = 64 * 1024
 """Bytes from which on parsing an event would delay others: only the ids of its prompt make it so long."""
 _TEXT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|thinking)":"')
 """Begins the text of an event: of completions, chat or messages, and of a model that thinks."""
-_COUNT, _RECORD = len(ONE_EVENT), len(RECORD_OF_ONE)
 _NUMBERED = b'"sequence_number":'
 _PROMPT_IDS = b'"prompt_token_ids":['
 FINAL_EVENTS = frozenset({b"message_delta", b"response.completed", b"response.incomplete", b"response.failed"})
@@ -41,18 +39,22 @@ FINAL_EVENTS = frozenset({b"message_delta", b"response.completed", b"response.in
 class Likeness:
     """An event that passed as it came, without its text: an event that differs in nothing else passes, too.
 
-    ``head``: up to the text, the quote before it included. ``tail``: from the quote after the text on. ``journaled``: a
-    record follows each event.
+    Attributes:
+        head: up to the text, the quote before it included.
+        text: where the text begins.
+        tail: from the quote after the text on.
+        length: of the tail.
     """
 
-    __slots__ = ("_head", "_journaled", "_tail")
+    __slots__ = ("head", "length", "tail", "text")
 
-    def __init__(self, head: bytes, tail: bytes, *, journaled: bool) -> None:
-        self._head, self._tail, self._journaled = head, tail, journaled
+    def __init__(self, head: bytes, tail: bytes) -> None:
+        self.head, self.text = head, len(head)
+        self.tail, self.length = tail, len(tail)
 
     @classmethod
-    def of(cls, raw: bytes, *, journaled: bool) -> "Likeness | None":
-        """Of an event that passed.
+    def of(cls, raw: bytes, mark: bytes = b"") -> "Likeness | None":
+        """Of an event that passed, with the mark that has to follow it.
 
         None where more than its text differs from event to event: lists (but ``choices``) of ids or log-probabilities,
         the numbers of responses. And where it has no text that can be told, or one with an escaped quote.
@@ -66,30 +68,17 @@ class Likeness:
         end = raw.find(b'"', text)
         if raw[end - 1 : end] == b"\\":
             return None
-        return cls(raw[:text], raw[end:] + RECORD_OF_ONE if journaled else raw[end:], journaled=journaled)
+        return cls(raw[:text], raw[end:] + mark)
 
-    def split(self, piece: bytes) -> tuple[bytes, bytes, int]:
-        """The events like this one with which a piece begins, their records joined by commas, and where they end.
+    def end_in(self, piece: bytes, start: int) -> int:
+        """Where the event that begins at ``start`` ends, and the mark after it; 0 where it is not such an event.
 
         A text ends at the first quote: one with escaped quotes does not fit, which is not wrong, for it is looked at.
         """
-        head, tail, journaled = self._head, self._tail, self._journaled
-        text, length = len(head), len(tail)
-        events, records, at = [], [], 0
-        while piece.startswith(head, at):
-            quote = piece.find(b'"', at + text)
-            if not piece.startswith(tail, quote):
-                break
-            end = quote + length
-            if journaled:
-                stop = piece.find(b"\n\n", end)
-                if stop < 0:  # the rest of the record is still to come
-                    break
-                events.append(piece[at : end - _RECORD])
-                records.append(piece[end - _COUNT : stop])
-                end = stop + 2
-            at = end
-        return b"".join(events) if journaled else piece[:at], b",".join(records), at
+        if not piece.startswith(self.head, start):
+            return 0
+        quote = piece.find(b'"', start + self.text)
+        return quote + self.length if piece.startswith(self.tail, quote) else 0
 
 
 def parse_object(data: bytes) -> dict[str, object]:
