@@ -29,10 +29,16 @@ DROPPED = frozenset(
     }
 )  # fmt: skip
 ONE_TOKEN = {
-    Endpoint.COMPLETIONS: ("max_tokens",),
-    Endpoint.CHAT: ("max_tokens", "max_completion_tokens"),
-    Endpoint.MESSAGES: ("max_tokens",),
-    Endpoint.RESPONSES: ("max_output_tokens",),
+    Endpoint.COMPLETIONS: {"max_tokens": 1},
+    Endpoint.CHAT: {"max_tokens": 1, "max_completion_tokens": 1},
+    Endpoint.MESSAGES: {"max_tokens": 1},
+    Endpoint.RESPONSES: {"max_output_tokens": 1},
+}
+_PREFILL_PARAMS: dict[str, object] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    # Stock connectors read these keys; None says that there is nothing to read yet.
+    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
 }
 
 CALL_NO_TOOL = {"type": "none"}
@@ -55,24 +61,16 @@ def prefill_body(endpoint: Endpoint, body: Json, hand_over_id: str, readers: int
         leg["store"] = False
     if endpoint is Endpoint.MESSAGES and _names_a_tool(leg):
         leg["tool_choice"] = CALL_NO_TOOL
-    leg.update(dict.fromkeys(ONE_TOKEN[endpoint], 1))
-    leg["kv_transfer_params"] = _prefill_params(hand_over_id, readers)
+    leg |= ONE_TOKEN[endpoint]
+    params = leg["kv_transfer_params"] = {**_PREFILL_PARAMS, "pdproxy_hand_over": hand_over_id}
+    if readers > 1:
+        params["pdproxy_readers"] = readers
     return leg
 
 
 def _names_a_tool(body: Json) -> bool:
     choice = value_of(body.get("tool_choice"))
     return isinstance(choice, dict) and choice.get("type") == "tool"
-
-
-def _prefill_params(hand_over_id: str, readers: int) -> dict[str, object]:
-    params: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
-    # Stock connectors read these keys; None says that there is nothing to read yet.
-    params |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-    params["pdproxy_hand_over"] = hand_over_id
-    if readers > 1:
-        params["pdproxy_readers"] = readers
-    return params
 
 
 def release_body(model: str, hand_over_id: str) -> dict[str, object]:

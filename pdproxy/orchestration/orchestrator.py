@@ -8,6 +8,7 @@ from pdproxy.legs.calls import ANSWER_BYTES, outlined_object, raise_if_aborted
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import shape
 from pdproxy.legs.turns import PromptReader
+from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Outcome
 from pdproxy.orchestration.client_errors import (
     UpstreamErrorResponse,
@@ -33,6 +34,7 @@ _JSON_HEADER = ("content-type", "application/json")
 _ALONE = frozenset({None, Route.LOCAL})
 _GENERATING = {endpoint.value: endpoint for endpoint in Endpoint}
 _STREAM_HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache"))
+_PLAIN = LegForm()
 _OUTPUT_FIELD = {Endpoint.MESSAGES: "content", Endpoint.RESPONSES: "output"}
 """The list that every answer must have, where it is not ``choices``."""
 
@@ -158,7 +160,7 @@ async def _answer_of(upstream: UpstreamRequest) -> tuple[bytes, Json]:
     """The answer to one prompt, as bytes (the node's own where nothing had to be changed) and parsed."""
     endpoint = upstream.sub_request.endpoint
     try:
-        raw, answer = await upstream.start(lambda _: LegForm(), functools.partial(_read, endpoint))
+        raw, answer = await upstream.start(_as_asked, functools.partial(_read, endpoint))
         usage = read_usage(answer.get("usage"))
         if usage is not None:
             upstream.record_usage(usage)
@@ -168,6 +170,10 @@ async def _answer_of(upstream: UpstreamRequest) -> tuple[bytes, Json]:
     cached = None if upstream.hand_over is None or upstream.recomputed else upstream.hand_over.answer.cached_tokens
     seen = rewrite_answer(endpoint, answer, cached)
     return raw if seen == answer else write_json(seen), seen
+
+
+def _as_asked(_: Node) -> LegForm:
+    return _PLAIN
 
 
 async def _read(endpoint: Endpoint, response: HttpResponse) -> tuple[bytes, dict[str, object]]:

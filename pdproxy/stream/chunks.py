@@ -22,7 +22,7 @@ _OUTPUT = ("text", "token_ids", "finish_reason", "logprobs")
 """Fields of a choice that have what was generated."""
 _CONTENT = ("content", "reasoning", "reasoning_content", "tool_calls")
 """Fields of a chat delta that have it; the other one is the role."""
-TICKETS = ("kv_transfer_params", "ec_transfer_params")
+TICKETS = frozenset({"kv_transfer_params", "ec_transfer_params"})
 TICKET = b'_transfer_params":{'
 """Is in the data of an event that has one."""
 TICKET_KEY = b'_transfer_params"'
@@ -139,7 +139,9 @@ def rewrite_answer(endpoint: Endpoint, answer: dict[str, object], cached_tokens:
 
     ``cached_tokens`` are the prefill node's: None where unknown, or where the decode node computed the prompt itself.
     """
-    seen = {**answer, **{key: None for key in TICKETS if key in answer}}
+    seen = dict(answer)
+    for key in TICKETS.intersection(answer):
+        seen[key] = None
     if cached_tokens is not None and isinstance(usage := answer.get("usage"), dict):
         seen["usage"] = with_cached_tokens(endpoint, usage, cached_tokens)
     return seen
