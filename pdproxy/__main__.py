@@ -6,7 +6,7 @@ Each command imports what it needs when it runs: help and the version are there 
 import gc
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, HelpFormatter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 UNUSABLE = 2
 """The exit status for settings that cannot be used, as for any command line."""
+INTERRUPTED = 130
+"""The exit status after Ctrl-C during a start, as shells have it. A proxy that serves ends in order, with 0."""
 
 COMMANDS = {
     "serve": "Serve until a signal ends it.",
@@ -25,6 +27,11 @@ COMMANDS = {
     "settings": "Print the reference of all settings.",
     "settings-schema": "Print the JSON schema of the settings file, for editors.",
 }
+
+
+def wide(prog: str) -> HelpFormatter:
+    """Help in which each command, and what it does, has one line."""
+    return HelpFormatter(prog, max_help_position=24, width=110)
 
 
 class Parser(ArgumentParser):
@@ -37,6 +44,9 @@ class Parser(ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if not words:
+        _commands().print_help(sys.stderr)
+        return UNUSABLE
     gc.disable()  # imports make objects that stay: to look through them again and again is a twentieth of the start
     try:
         return _run(_commands().parse_args(words[:1]).command, words[1:])
@@ -44,13 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"pdproxy: {line}", file=sys.stderr)
         return UNUSABLE
+    except KeyboardInterrupt:
+        return INTERRUPTED
     finally:
         gc.enable()
 
 
 def _commands() -> Parser:
     """The parser of the first word alone."""
-    parser = Parser(prog="pdproxy", description="Prefill and decode on separate vLLM nodes.", allow_abbrev=False)
+    about = "Prefill and decode on separate vLLM nodes."
+    parser = Parser(prog="pdproxy", description=about, allow_abbrev=False, formatter_class=wide)
     parser.add_argument("--version", action="version", version=f"pdproxy {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for name, text in COMMANDS.items():
@@ -59,7 +72,7 @@ def _commands() -> Parser:
 
 
 def _run(command: str, words: Sequence[str]) -> int:
-    parser = Parser(prog=f"pdproxy {command}", description=COMMANDS[command], allow_abbrev=False)
+    parser = Parser(prog=f"pdproxy {command}", description=COMMANDS[command], allow_abbrev=False, formatter_class=wide)
     if command in ("settings", "settings-schema"):
         parser.parse_args(words)
         from pdproxy.settings.reference import printed_schema, reference

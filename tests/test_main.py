@@ -1,13 +1,14 @@
 """The command line, without starting anything."""
 
 import gc
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pdproxy.__main__ import main
+from pdproxy.__main__ import COMMANDS, main
 from pdproxy.settings.reference import printed_schema, reference
 
 
@@ -37,7 +38,6 @@ def test_each_fault_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--deadlines-stall"], "expected one argument"),
         (["check"], "there are no nodes to check"),
         (["srve"], "invalid choice: 'srve'"),
-        ([], "required: COMMAND"),
     ],
 )
 def test_unusable_arguments_are_named_in_one_line(
@@ -49,6 +49,43 @@ def test_unusable_arguments_are_named_in_one_line(
     assert said.err.startswith("pdproxy: ")
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+def test_without_a_command_all_are_listed_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    for name, text in COMMANDS.items():
+        assert re.search(rf"(?m)^ +{name} +{re.escape(text)}$", said.err)
+
+
+def test_help_names_the_kind_of_each_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "usage: pdproxy serve [--config FILE] [--prefill URL] … [--decode URL] … [--SECTION-SETTING VALUE] …\n"
+    )
+    for flag in (
+        "--deadlines-drain SECONDS",
+        "--limits-body-bytes BYTES",
+        "--keys-file FILE",
+        "--log-format json|text",
+    ):
+        assert f"  {flag}" in said
+    assert " VALUE\n" not in said
+
+
+@pytest.mark.parametrize("module", ["pdproxy.app.run.serve", "pdproxy.settings.load.load"])
+def test_ctrl_c_during_a_start_ends_it_without_a_traceback(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, interrupted)
+    assert main(["serve", "--decode", "http://127.0.0.1:9"]) == 130
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

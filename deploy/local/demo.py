@@ -70,6 +70,7 @@ def show(stack: Stack) -> None:
         for turn in TURNS:
             show_turn(client, stack, story, turn)
     print(f"\nTry it yourself:\n{curl_line(stack.proxy.url, quiz(SEED, TOKENS_TO_TRY).messages())}", flush=True)
+    print(f"\nNodes, requests on the way and cache hits, live: {stack.proxy.admin_url}/ui", flush=True)
 
 
 def stay(supervisor: Supervisor) -> None:

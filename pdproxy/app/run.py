@@ -21,6 +21,10 @@ from pdproxy.settings.model import Listen, Settings
 from pdproxy.settings.types import ReusePort
 
 _LOG = logging.getLogger("pdproxy")
+NO_NODES = (
+    "there are no nodes, so every request gets 503: name them with --prefill URL and --decode URL (in the environment "
+    "PDPROXY_PREFILL and PDPROXY_DECODE), let `discovery` find them, or add them with POST /nodes at %s"
+)
 
 
 def serve(settings: Settings) -> int:
@@ -46,6 +50,8 @@ async def _serve(settings: Settings, log: LineHandler) -> None:
             _LOG.info(alone)
         if warning := open_port_warning(settings.listen):
             _LOG.warning(warning)
+        if not settings.nodes and not settings.discovery.wanted:
+            _LOG.warning(NO_NODES, operators.address)
         await serve_ports(clients, operators, running.leaving)
         _LOG.info("ended")
 

@@ -45,7 +45,8 @@ class Preflight:
         """
         status, body = await self._get(node, "/v1/models")
         if status != 200:
-            raise NodeFault(Fault.SERVER_ERROR, f"/v1/models answers {status}", status=status)
+            asked = ": is this the address of a vLLM server?" if status == 404 else ""
+            raise NodeFault(Fault.SERVER_ERROR, f"/v1/models answers {status}{asked}", status=status)
         version, metrics = await self._optional(node, "/version"), await self._optional(node, "/metrics")
         return read_node_info(node, body, version, metrics, await self._optional(node, PROMPTS_PATH))
 

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Mapping
 
 from pydantic import BaseModel
@@ -16,6 +17,9 @@ from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.types import OneOf, Quantity, Takes
 
 PREFIX = "PDPROXY_"
+
+_KIND = re.compile(r".*?(\w+)(?= such as| above| from|,|$)")
+"""Of what a setting takes, the noun: "address" of "an address such as http://10.0.0.1:8000"."""
 
 SHORT = {
     "listen.host": "--host",
@@ -61,6 +65,21 @@ class Setting:
             return "one of " + ", ".join(self.field.annotation)
         words = next((each.words for each in self.field.metadata if isinstance(each, Takes)), "")
         return words or _number(self.field)
+
+    @property
+    def metavar(self) -> str:
+        """What stands for its value in a command's help: ``SECONDS``, ``FILE``, ``on|off``."""
+        if isinstance(self.field.annotation, type) and issubclass(self.field.annotation, OneOf):
+            return "|".join(self.field.annotation)
+        if unit := unit_of(self.field):
+            return unit.upper()
+        noun = _KIND.match(self.takes)
+        return noun[1].upper() if noun else "VALUE"
+
+    def meant(self, value: object) -> str:
+        """Such as "10m" for "10 minutes": how a number with its unit in words is written; "" for anything else."""
+        quantity = next((each for each in self.field.metadata if isinstance(each, Quantity)), None)
+        return quantity.meant(value) if quantity is not None else ""
 
 
 @functools.cache

@@ -88,9 +88,10 @@ def _complaint(error: ErrorDetails, value: object) -> str:
         case "value_error" if location == ("nodes",):
             return str(error["ctx"]["error"])
     known = node_settings() if location[0] == "nodes" else every_setting()
-    takes = next((each.takes for each in known if each.key == key), None)
-    if takes is not None:
-        return f"{key} must be {takes}, not {value!r}."
+    setting = next((each for each in known if each.key == key), None)
+    if setting is not None:
+        meant = setting.meant(value)
+        return f"{key} must be {setting.takes}, not {value!r}." + (f" Write {meant}." if meant else "")
     if len(location) > 1:
         return f"{key} must map names to values, not be {value!r}."
     return "nodes must be a list of entries with url and roles."

@@ -103,6 +103,7 @@ def add_flags(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> Non
     ``words``: the command line. Only where it asks for help are the descriptions read, which takes a while.
     """
     helps = not {"-h", "--help"}.isdisjoint(words)
+    parser.usage = f"{parser.prog} [--config FILE] [--prefill URL] … [--decode URL] … [--SECTION-SETTING VALUE] …"
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
     for word in ROLES:
         kind = "node that does both" if word == "node" else f"{word} node"
@@ -113,7 +114,7 @@ def add_flags(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> Non
     for each in every_setting():
         names = [each.flag, SHORT[each.key]] if each.key in SHORT else [each.flag]
         text = f"{each.description} Takes {each.takes}.".replace("%", "%%") if helps else None
-        groups[each.section].add_argument(*names, dest=each.key, metavar="VALUE", help=text)
+        groups[each.section].add_argument(*names, dest=each.key, metavar=each.metavar, help=text)
 
 
 def refuse_unknown(unknown: Sequence[str]) -> None:

@@ -269,6 +269,28 @@ class Quantity:
                 break
         return float(text) * factor
 
+    def meant(self, value: object) -> str:
+        """Such as "10m" for "10 minutes"; "" for what is no number with a unit in words."""
+        found = _IN_WORDS.fullmatch(str(value).strip())
+        if found is None:
+            return ""
+        number, word = found.groups()
+        of_ours = {suffix for suffix, _ in self.suffixes}
+        named = (unit for name, unit in _UNITS.items() if name.startswith(word.lower()) and unit in of_ours)
+        unit = next(named, "")
+        return number + unit if unit else ""
+
+
+_IN_WORDS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)")
+_UNITS: Mapping[str, str] = MappingProxyType(
+    {
+        "milliseconds": "ms", "seconds": "s", "secs": "s", "minutes": "m", "mins": "m", "hours": "h", "hrs": "h",
+        "bytes": "B", "kb": "KiB", "kib": "KiB", "kilobytes": "KiB", "mb": "MiB", "mib": "MiB", "megabytes": "MiB",
+        "gb": "GiB", "gib": "GiB", "gigabytes": "GiB",
+    }
+)  # fmt: skip
+"""Units as people write them, and as the settings do."""
+
 
 def address(text: str) -> str:
     """Check an http(s) address, and strip a slash from its end. Raises ValueError or PydanticCustomError."""

@@ -10,7 +10,7 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.join import MOST_EARLY_PREFLIGHTS, Joiner, OutageLog
 from pdproxy.nodes.node import Node, Role, State
 from pdproxy.nodes.pool import Pool
-from pdproxy.nodes.preflight import Preflight, check_nodes
+from pdproxy.nodes.preflight import Preflight, cause, check_nodes
 from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import LABELS, FakeNodeInfo, FakePoolTransport, levels, metrics, until
 
@@ -217,6 +217,22 @@ async def test_every_answer_is_closed(pool: Pool, transport: FakePoolTransport, 
     await asyncio.gather(*(joiner.attempt(name) for name in ("p1", "d1", "d2")))
     assert transport.answers
     assert all(answer.closed for answer in transport.answers)
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        (404, "/v1/models answers 404: is this the address of a vLLM server?"),
+        (500, "/v1/models answers 500"),
+    ],
+)
+async def test_what_has_no_models_is_asked_whether_it_is_a_vllm_server(
+    transport: FakePoolTransport, status: int, sentence: str
+) -> None:
+    transport.nodes["d1"].paths["/v1/models"] = (status, b"")
+    with pytest.raises(NodeFault) as raised:
+        await Preflight(transport).inspect(transport.node("d1"))
+    assert cause(raised.value) == sentence
 
 
 async def test_nodes_are_checked_in_the_order_given(transport: FakePoolTransport) -> None:

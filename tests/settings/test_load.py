@@ -207,6 +207,13 @@ def test_foreign_variables_are_ignored() -> None:
         ("policy: {migrations: 101}", "policy.migrations must be a whole number from 0 to 100, not 101."),
         ("policy: {migrations: -1}", "policy.migrations must be a whole number from 0 to 100, not -1."),
         ("policy: {ticket_life: 2h}", "policy.ticket_life must be a number of seconds from 0 to 3600, not '2h'."),
+        (
+            "deadlines: {drain: 10 minutes}",
+            "deadlines.drain must be a number of seconds, at least 0, not '10 minutes'. Write 10m.",
+        ),
+        ("deadlines: {drain: 1.5 Hours}", "not '1.5 Hours'. Write 1.5h."),
+        ("deadlines: {drain: 5sec}", "not '5sec'. Write 5s."),
+        ("limits: {body_bytes: 64MB}", "not '64MB'. Write 64MiB."),
         ("policy: {ticket_life: -1}", "policy.ticket_life must be a number of seconds from 0 to 3600, not -1."),
         ("policy: {migrate: off}", "there is no setting 'policy.migrate'. Did you mean policy.migrations?"),
         ("keys: {file: /nowhere}", "keys.file: there is no file /nowhere."),

@@ -111,6 +111,7 @@ def test_the_demo_answers_explains_itself_and_leaves_no_process(
     assert output.count("server-timing: ") == 2
     assert "first token after" in output
     assert "curl -N http://127.0.0.1:" in output
+    assert re.search(r"live: http://127\.0\.0\.1:\d+/ui\n$", output)
     first, second = output.split("Turn 2")
     assert "x-pdproxy-route: disaggregated; reason=nothing_cached" in first
     assert re.search(r"decode node, attention blocks: .*[1-9]\d* pulled", first)
