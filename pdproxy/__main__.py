@@ -6,7 +6,7 @@ Each command imports what it needs when it runs: help and the version are there 
 import gc
 import os
 import sys
-from argparse import ArgumentParser, HelpFormatter
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,11 +27,6 @@ COMMANDS = {
     "settings": "Print the reference of all settings.",
     "settings-schema": "Print the JSON schema of the settings file, for editors.",
 }
-
-
-def wide(prog: str) -> HelpFormatter:
-    """Help in which each command, and what it does, has one line."""
-    return HelpFormatter(prog, max_help_position=24, width=110)
 
 
 class Parser(ArgumentParser):
@@ -62,17 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _commands() -> Parser:
     """The parser of the first word alone."""
-    about = "Prefill and decode on separate vLLM nodes."
-    parser = Parser(prog="pdproxy", description=about, allow_abbrev=False, formatter_class=wide)
+    listed = "".join(f"  {name:<16} {text}\n" for name, text in COMMANDS.items())
+    parser = Parser(
+        prog="pdproxy", usage="pdproxy COMMAND …", allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter,
+        description=f"Prefill and decode on separate vLLM nodes.\n\ncommands (COMMAND --help says more):\n{listed}",
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"pdproxy {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
-    for name, text in COMMANDS.items():
-        commands.add_parser(name, help=text, add_help=False)
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=SUPPRESS)
     return parser
 
 
 def _run(command: str, words: Sequence[str]) -> int:
-    parser = Parser(prog=f"pdproxy {command}", description=COMMANDS[command], allow_abbrev=False, formatter_class=wide)
+    parser = Parser(prog=f"pdproxy {command}", description=COMMANDS[command], allow_abbrev=False)
     if command in ("settings", "settings-schema"):
         parser.parse_args(words)
         from pdproxy.settings.reference import printed_schema, reference
