@@ -139,7 +139,7 @@ def test_one_and_one(rendered: Rendered) -> None:
     manifests = rendered("qwen3.6-35b-a3b-1p1d")
     assert [each["spec"]["replicas"] for each in manifests.of("StatefulSet")] == [1, 1]
     assert arguments(manifests.node("prefill"))[""] == "Qwen/Qwen3.6-35B-A3B-FP8"
-    assert "capabilities" not in only_container(manifests.node("prefill"))["securityContext"]
+    assert only_container(manifests.node("prefill"))["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     for workload in manifests.of("StatefulSet"):
         [claim] = workload["spec"]["volumeClaimTemplates"]
         assert claim["spec"]["resources"]["requests"]["storage"] == "60Gi"

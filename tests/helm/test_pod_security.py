@@ -67,25 +67,14 @@ def _beyond_restricted(pod: Manifest) -> Iterator[bool]:
 
 RDMA = {"rdma": {"enabled": True}}
 WEIGHTS = {"kind": "hostPath", "hostPath": "/srv"}
-ANYBODY = {
-    "allowPrivilegeEscalation": False,
-    "runAsNonRoot": True,
-    "runAsUser": 1000,
-    "capabilities": {"drop": ["ALL"]},
-}
 DOWNLOAD = {"name": "a/b", "download": {"enabled": True}, "storage": {"kind": "claim"}}
-"""A node that is not root; its image must be able to run so."""
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "proxy": ({}, "restricted"),
     "`helm test`": ({}, "restricted"),
-    "nodes": ({}, "baseline"),
-    "the download Job": ({"model": DOWNLOAD}, "baseline"),
+    "nodes": ({}, "restricted"),
+    "the download Job": ({"model": DOWNLOAD}, "restricted"),
     "nodes with `rdma.enabled`": ({"prefill": RDMA, "decode": RDMA}, "privileged"),
     "nodes with a `hostPath`": ({"model": {"storage": WEIGHTS}}, "privileged"),
-    "nodes that are not root": (
-        {"nodes": {"securityContext": {**ANYBODY, "seccompProfile": {"type": "RuntimeDefault"}}}},
-        "restricted",
-    ),
 }
 """What the README's table lists, with values that make it so."""
 
@@ -121,3 +110,22 @@ def test_levels_are_told_apart(helm: Engine) -> None:
         assert level(changed) == "restricted"
         only_container(changed)["securityContext"].update(more)
         assert level(changed) == wanted
+
+
+@pytest.mark.parametrize(
+    ("values", "user"),
+    [
+        ({}, 2000),
+        ({"prefill": RDMA}, 2000),
+        ({"decode": RDMA}, 0),
+        ({"model": {"storage": WEIGHTS}}, 0),
+        ({"nodes": {"compileCache": WEIGHTS}}, 0),
+        ({"nodes": {"podSecurityContext": {"runAsUser": 1234}}}, 1234),
+    ],
+)
+def test_a_node_is_root_only_where_something_else_of_it_needs_that(
+    helm: Engine, values: dict[str, Any], user: int
+) -> None:
+    spec = helm.manifests(values).node("decode")["spec"]
+    assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["runAsNonRoot"]) == (user, user != 0)
+    assert "runAsUser" not in only_container(helm.manifests(values).node("decode"))["securityContext"]

@@ -14,7 +14,7 @@ metadata:
 spec:
   serviceAccountName: {{ include "pdproxy.fullname" .root }}-node
   automountServiceAccountToken: false
-  {{- with $v.nodes.podSecurityContext }}
+  {{- with include "pdproxy.node.podSecurity" . | fromYaml }}
   securityContext:
     {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -271,6 +271,18 @@ spec:
 {{- if .gpus.count -}}{{- $_ := set $limits .gpus.resource .gpus.count -}}{{- end -}}
 {{- if .rdma.enabled -}}{{- $_ := set $limits .rdma.resource .rdma.count -}}{{- end -}}
 {{- set $resources "limits" $limits | toYaml -}}
+{{- end -}}
+
+{{/* Whose processes a role's pods are. Takes (dict "root" $ "component" …). */}}
+{{- define "pdproxy.node.podSecurity" -}}
+{{- $v := .root.Values -}}
+{{- $context := deepCopy $v.nodes.podSecurityContext -}}
+{{- if or (get $v .component).rdma.enabled (has "hostPath" (list $v.model.storage.kind $v.nodes.compileCache.kind)) -}}
+  {{- $_ := set $context "runAsNonRoot" false -}}
+  {{- $_ := set $context "runAsUser" 0 -}}
+  {{- $_ := set $context "runAsGroup" 0 -}}
+{{- end -}}
+{{- toYaml $context -}}
 {{- end -}}
 
 {{- define "pdproxy.node.security" -}}
