@@ -64,7 +64,7 @@ def test_help_names_the_kind_of_each_value(capsys: pytest.CaptureFixture[str]) -
         main(["serve", "--help"])
     said = capsys.readouterr().out
     assert said.startswith(
-        "usage: pdproxy serve [--config FILE] [--prefill URL] … [--decode URL] … [--SECTION-SETTING VALUE] …\n"
+        "usage: pdproxy serve [--config FILE] [--prefill URL] … [--decode URL] … [--node URL] … [--SECTION-SETTING VALUE] …\n"
     )
     for flag in (
         "--deadlines-drain SECONDS",

@@ -22,8 +22,8 @@ from pdproxy.settings.types import ReusePort
 
 _LOG = logging.getLogger("pdproxy")
 NO_NODES = (
-    "there are no nodes, so every request gets 503: name them with --prefill URL and --decode URL (in the environment "
-    "PDPROXY_PREFILL and PDPROXY_DECODE), let `discovery` find them, or add them with POST /nodes at %s"
+    "there are no nodes, so every request gets 503: name them with --node URL, or --prefill URL and --decode URL, let "
+    "`discovery` find them, or add them with POST /nodes at %s"
 )
 
 

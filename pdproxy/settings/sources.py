@@ -103,7 +103,8 @@ def add_flags(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> Non
     ``words``: the command line. Only where it asks for help are the descriptions read, which takes a while.
     """
     helps = not {"-h", "--help"}.isdisjoint(words)
-    parser.usage = f"{parser.prog} [--config FILE] [--prefill URL] … [--decode URL] … [--SECTION-SETTING VALUE] …"
+    nodes = " ".join(f"[--{word} URL] …" for word in ROLES)
+    parser.usage = f"{parser.prog} [--config FILE] {nodes} [--SECTION-SETTING VALUE] …"
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with settings.")
     for word in ROLES:
         kind = "node that does both" if word == "node" else f"{word} node"
