@@ -63,9 +63,8 @@ def test_help_names_the_kind_of_each_value(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     said = capsys.readouterr().out
-    assert said.startswith(
-        "usage: pdproxy serve [--config FILE] [--prefill URL] … [--decode URL] … [--node URL] … [--SECTION-SETTING VALUE] …\n"
-    )
+    usage, _, _ = said.partition("\n")
+    assert usage.startswith("usage: pdproxy serve [--config FILE] [--prefill URL] … [--decode URL] … [--node URL] … ")
     for flag in (
         "--deadlines-drain SECONDS",
         "--limits-body-bytes BYTES",
