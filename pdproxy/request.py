@@ -111,7 +111,7 @@ class HeldBody(Generic[Content]):
 
     @property
     def content(self) -> Content:
-        """It must not be dropped yet."""
+        """The content, which must not be dropped yet."""
         if self._content is None:
             raise RuntimeError("a body was asked for that was dropped")
         return self._content
@@ -176,7 +176,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
 
     @property
     def body(self) -> Json:
-        """It must not be dropped yet."""
+        """The body, which must not be dropped yet."""
         return self.held.content
 
 
@@ -191,7 +191,7 @@ class StreamRoute(enum.StrEnum):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """What a body of one prompt asks for.
+    """The kind of answer that a body of one prompt asks for.
 
     Attributes:
         choices: ``n``, at least 1: how many answers there are, so how many readers a hand-over has.
@@ -267,7 +267,7 @@ class SubRequest(msgspec.Struct, frozen=True, weakref=True):
 
     @property
     def body(self) -> Json:
-        """It must not be dropped yet."""
+        """The body, which must not be dropped yet."""
         return self.held.content
 
     @property
@@ -285,7 +285,7 @@ class SubRequest(msgspec.Struct, frozen=True, weakref=True):
 
     @property
     def headers(self) -> Headers:
-        """What both legs send: the client's headers, and the request id by which node logs can be matched."""
+        """The headers of both legs: the client's, and the request id by which node logs can be matched."""
         own = ("x-request-id", self.name)
         if own in self.request.headers:  # a lone prompt has the request's name
             return self.request.headers

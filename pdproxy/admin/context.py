@@ -1,4 +1,4 @@
-"""What the operator's routes need, and whether the proxy is ready."""
+"""The context of the operator's routes, and whether the proxy is ready."""
 
 import asyncio
 import dataclasses
@@ -61,7 +61,7 @@ class AdminContext:
 
     @property
     def cohorts(self) -> Cohorts:
-        """Of the pool's nodes."""
+        """Cohorts of the pool's nodes."""
         return Cohorts(self.pool, self.proved)
 
     @property

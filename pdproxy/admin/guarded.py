@@ -34,7 +34,7 @@ def guarded_app(context: AdminContext) -> FastAPI:
 
 
 def open_routes(context: AdminContext) -> APIRouter:
-    """What nodes and Prometheus ask: they have no token."""
+    """Routes that nodes and Prometheus ask: they have no token."""
     routes = APIRouter()
 
     @routes.get("/may-leave")

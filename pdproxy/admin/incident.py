@@ -82,7 +82,7 @@ def incident(
     recent: RecentEnds,
     hand_overs: HandOverVerdict,
 ) -> Incident:
-    """What is wrong now.
+    """The incident of this moment.
 
     Args:
         now: monotonic seconds.

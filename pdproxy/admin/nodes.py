@@ -42,7 +42,7 @@ class NewNode(pydantic.BaseModel):
 
 
 class ChangedNode(pydantic.BaseModel):
-    """What of a node is to be different."""
+    """Changes to a node."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 

@@ -18,7 +18,7 @@ from pdproxy.orchestration.one_hand_over import HandOverCalls, NotHandedOver, Un
 from pdproxy.transport.port import Timeouts, Transport
 
 MOST_PAIRS = 64
-"""That are all tried. Of more, each node is tried with one partner."""
+"""The most pairs that are all tried. If there are more, each node is tried with one partner."""
 AT_ONCE = 8
 WITHIN = 60.0
 """Seconds for one."""

@@ -1,4 +1,4 @@
-"""What the proxy reads from its host: discovery sources, secrets and TLS files."""
+"""The proxy's host: discovery sources, secrets and TLS files."""
 
 import asyncio
 import dataclasses
@@ -147,7 +147,7 @@ class Sources:
 
 
 class Secrets:
-    """What clients, operators and the proxy itself show, as the files of the settings have it now.
+    """The secrets of clients, operators and the proxy itself, as the files of the settings have them now.
 
     Raises:
         SettingsError: one of these files cannot be used.

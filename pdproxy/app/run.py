@@ -57,7 +57,7 @@ async def _serve(settings: Settings, log: LineHandler) -> None:
 
 
 def one_node(settings: Settings) -> str:
-    """What a proxy with one node of both roles gives, in a line; "" for any other."""
+    """The limits of a proxy with one node of both roles, in a line; "" for any other."""
     if settings.discovery.wanted or len(settings.nodes) != 1 or len(settings.nodes[0].roles) == 1:
         return ""
     return (
@@ -91,7 +91,7 @@ def _operators_port(listen: Listen) -> socket.socket:
 
 
 def clients_config(settings: Settings, running: Proxy) -> uvicorn.Config:
-    """Of the clients' port. It follows the files of its certificate and key: new connections get what they hold then.
+    """The clients' port. It follows the files of its certificate and key: new connections get what they hold then.
 
     Raises:
         SettingsError: they are no certificate and its key.
@@ -109,5 +109,5 @@ def clients_config(settings: Settings, running: Proxy) -> uvicorn.Config:
 
 
 def operators_config(settings: Settings, running: Proxy) -> uvicorn.Config:
-    """Of the operators' port, which ends after the clients' one."""
+    """The operators' port, which ends after the clients' one."""
     return http_config(settings, running.operators, OPERATORS_GRACE, running.refused.count)

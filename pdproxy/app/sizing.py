@@ -17,7 +17,7 @@ class SizingWatch:
         self._demand = context.pool.load.demand
 
     def look(self) -> None:
-        """What runs and waits now; and the advice that follows, on the metrics. To be called `EVERY` few seconds."""
+        """Note what runs and waits, and set the metrics of the advice that follows. Call it `EVERY` few seconds."""
         context = self._context
         decodes = [view for view in context.pool.snapshot().nodes if Role.DECODE in view.node.roles]
         caches = sum(view.node.capacity.part_taken(*view.footprint) for view in decodes if view.node.capacity)

@@ -16,7 +16,7 @@ GENERATING = {endpoint.value: endpoint for endpoint in Endpoint}
 """The endpoints whose requests the proxy understands."""
 
 AUDIO = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
-"""Of these the bodies are forms with a file."""
+"""Paths whose bodies are forms with a file."""
 BODILESS = frozenset({"/version", "/tokenizer_info", "/ping"})
 _POST = frozenset({"POST"})
 _GET = frozenset({"GET"})
@@ -34,7 +34,7 @@ FORWARDED: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("/version", "/tokenizer_info"), _GET),
     "/ping": _GET | _POST,
 }
-"""What one node answers by itself, with the methods that vLLM serves there."""
+"""Paths that one node answers by itself, with the methods that vLLM serves there."""
 
 _ADMINISTRATION = "it changes or stops the node for everybody"
 _WEIGHTS = "it changes the model's weights for everybody"
@@ -61,7 +61,7 @@ WITHHELD: Mapping[str, str] = {
     "/v1/responses/{response_id}/cancel": "responses are not kept between requests",
     "/v1/realtime": "websockets are not served here",
 }
-"""What a node may have and clients do not reach, each with the reason. A path in neither list is withheld too."""
+"""Paths of nodes that clients do not reach, each with the reason. A path in neither list is withheld too."""
 REALTIME = "/v1/realtime"
 
 METRICS = "/metrics"

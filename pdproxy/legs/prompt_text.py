@@ -13,11 +13,11 @@ from pdproxy.raw_json import ends, value_of
 from pdproxy.request import Endpoint, Json
 
 MOST_BYTES = 512 * 1024
-"""Of a prompt's text that are looked at."""
+"""The most bytes of a prompt's text that are looked at."""
 MOST_PARTS = 1024
-"""Of a prompt that are looked at. Each is a mark in an index of all prompts; one prompt may take a part of it."""
+"""The most parts of a prompt that are looked at. Each is a mark in an index of all prompts."""
 MOST_IDS = 256 * 1024
-"""Of a prompt's token ids that are looked at."""
+"""The most token ids of a prompt that are looked at."""
 _WHOLE = 4096
 """Characters of a text outside of a message's own: of longer ones, such as images, the length and both ends count."""
 _END = 64
@@ -30,7 +30,7 @@ _RENDERING = frozenset({
 
 
 def prompt_salt(endpoint: Endpoint, model: str, body: Json) -> str:
-    """What two prompts must have in common before their texts are compared."""
+    """The facts that two prompts must have in common before their texts are compared."""
     fields = (f"{key}={text}" for key in sorted(_RENDERING.intersection(body)) for text in _flat(value_of(body[key])))
     return "\0".join((endpoint, model, *fields))
 
@@ -71,17 +71,17 @@ def _parts(body: Json) -> Iterator[bytes]:
 
 
 def field_part(key: str, value: object) -> bytes:
-    """Of what stands before the messages."""
+    """The part for a field that stands before the messages."""
     return _bytes("\0".join((key, *_content_texts(value))))
 
 
 def message_part(message: object) -> bytes:
-    """Of one message."""
+    """The part for one message."""
     return _bytes(_plain(message) or "\0".join(_message_texts(message)))
 
 
 def _plain(message: object) -> str | None:
-    """What `_message_texts` makes of a role and a text, as most messages are: in a fifth of the time."""
+    """The result of `_message_texts` for a role and a text, as most messages are: in a fifth of the time."""
     if not isinstance(message, dict) or len(message) != 2:
         return None
     role, content = message.get("role"), message.get("content")
@@ -99,7 +99,7 @@ def _message_texts(message: object) -> Iterator[str]:
 
 
 def _content_texts(content: object) -> Iterator[str]:
-    """Of a text, or of parts of which some have a text."""
+    """Texts of a content: a text, or parts of which some have a text."""
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, Mapping) else part
         yield from [text] if isinstance(text, str) else _flat(part)
@@ -123,7 +123,7 @@ def _flat(value: object) -> Iterator[str]:
 
 
 def abridged(begin: str, end: str, length: int) -> str:
-    """What stands for a long text, such as an image: its length and both ends."""
+    """The stand-in for a long text, such as an image: its length and both ends."""
     return f"{length}{begin[:_END]}{end[-_END:]}"
 
 

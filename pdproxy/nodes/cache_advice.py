@@ -22,14 +22,14 @@ EVENTS_FLAG = (
 
 
 class EventsSeen(enum.StrEnum):
-    """What is known of a node's KV events."""
+    """How much is known of a node's KV events."""
 
     READ = "read"
     """They can be read."""
     OFF = "off"
-    """It publishes none."""
+    """The node publishes none."""
     UNREACHABLE = "unreachable"
-    """It publishes them where the proxy gets no connection."""
+    """The node publishes them where the proxy gets no connection."""
     UNKNOWN = "unknown"
     """Nobody asked."""
 
@@ -54,7 +54,7 @@ def first_of_cohorts(nodes: Iterable[Node]) -> Mapping[str, Node]:
 def cache_report(
     node: Node, first: Mapping[str, Node] = MappingProxyType({}), events: EventsSeen = EventsSeen.UNKNOWN
 ) -> CacheReport:
-    """What there is to say of a node. ``first``: as `first_of_cohorts`."""
+    """The report on a node's cache. ``first``: as `first_of_cohorts`."""
     found = reuse(node)
     rules = _advice(node) if found is None else _advice_on(node, found)
     seen = () if found is None else (*_events(node, events), *_unlike(node, first.get(node.cohort)))
@@ -93,7 +93,7 @@ def _prompts_kept(node: Node) -> int:
 
 
 def _advice(node: Node) -> Iterator[str]:
-    """Of a node that has no hits, or does not tell."""
+    """Advice for a node that has no hits, or does not tell."""
     if node.cache is not None and not node.cache.enabled:
         yield (
             "prefix caching is off, so nothing is ever hit: start it, and its partners, with --enable-prefix-caching. A"
@@ -107,7 +107,7 @@ def _advice(node: Node) -> Iterator[str]:
 
 
 def _advice_on(node: Node, found: Reuse) -> Iterator[str]:
-    """Of a node whose cache works."""
+    """Advice for a node whose cache works."""
     yield from _lost_states(node, found)
     yield from _unit(node, found)
     yield from _too_short(node, found)

@@ -75,7 +75,7 @@ ADVICE: Mapping[str, str] = MappingProxyType(
         "speculative": "the same method and number of tokens in --speculative-config",
     }
 )
-"""What to align where a part of the fingerprint, or a version, differs. Parts that are missing here come from a newer
+"""Advice where a part of the fingerprint, or a version, differs. Parts that are missing here come from a newer
 connector, and are named without advice."""
 
 NO_GROUPS = "none"
@@ -147,7 +147,7 @@ def differences(info: NodeInfo, other: NodeInfo) -> tuple[Incompatibility, ...]:
 
 
 def _parts(info: NodeInfo) -> dict[str, str]:
-    """What makes a cohort, without the digest."""
+    """The parts that make a cohort, without the digest."""
     versions = {
         "vllm_version": info.labels.get("vllm_version", info.version),
         "connector_version": info.labels.get("connector_version", "none"),
@@ -193,7 +193,7 @@ def _not_as_configured(info: NodeInfo) -> list[Incompatibility]:
 
 
 def _wrong_address(info: NodeInfo, everyone: Iterable[Node]) -> Iterator[Incompatibility]:
-    """Of a prefill node whose tickets name its own host, as that host calls itself, for decode nodes elsewhere."""
+    """Prefill nodes whose tickets name their own host, as that host calls itself, for decode nodes elsewhere."""
     at = SideChannel.of_label(info.labels.get("side_channel", ""))
     if Role.PREFILL in info.node.roles and at.is_own_host() and is_elsewhere(info.node):
         here = host_of(info.node)

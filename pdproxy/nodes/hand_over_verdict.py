@@ -16,7 +16,7 @@ ENOUGH, MANY = 20, 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HandOverVerdict:
-    """What there is to say of hand-overs now.
+    """The verdict on hand-overs at this moment.
 
     Attributes:
         why: a sentence for each thing that keeps some from happening; empty where all is well.
@@ -77,7 +77,7 @@ def _refused(now: Snapshot) -> Iterator[str]:
 
 
 def _barred(bars: Bars, prefills: Sequence[Node], decodes: Sequence[Node]) -> Iterator[str]:
-    """Of nodes that serve."""
+    """Barred pairs of nodes that serve."""
     here = {node.name for node in (*prefills, *decodes)}
     for name, why in bars.nodes.items():
         if name in here:

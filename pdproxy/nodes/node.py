@@ -56,7 +56,7 @@ FEW_TOKENS = 8  # more than any model's multi-token prediction has modules
 
 
 class Binding(enum.StrEnum):
-    """What runs out first with sequences of the greatest length."""
+    """The resource that runs out first with sequences of the greatest length."""
 
     ATTENTION = "attention"
     STATE = "state"
@@ -64,7 +64,7 @@ class Binding(enum.StrEnum):
 
 
 class Footprint(NamedTuple):
-    """What requests take of a node's caches, as far as a proxy can tell.
+    """The share of a node's caches that requests take, as far as a proxy can tell.
 
     Attributes:
         tokens: of prompts and answers.
@@ -76,7 +76,7 @@ class Footprint(NamedTuple):
 
 
 NO_FOOTPRINT = Footprint()
-"""Of a leg whose blocks are counted elsewhere, or that has none."""
+"""The footprint of a leg whose blocks are counted elsewhere, or that has none."""
 
 
 FULL, OVERFLOW = 0.9, 3000.0
@@ -85,7 +85,7 @@ FULL, OVERFLOW = 0.9, 3000.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the caches of all engines behind one address hold.
+    """The capacity of the caches of all engines behind one address.
 
     A load of t tokens in n sequences fits while t / tokens + n / sequences <= 1, but for the last block of each.
 
@@ -106,7 +106,7 @@ class Capacity:
         return tokens / self.tokens + (sequences / self.sequences if self.sequences else 0.0)
 
     def crowd(self, place: PlaceLoad, ranks: int) -> float:
-        """What the legs of one of its ranks weigh, in sequences: one each, and more where the cache is nearly full."""
+        """The weight of the legs of one rank, in sequences: one each, and more where the cache is nearly full."""
         fill = self.part_taken(place.tokens, place.sequences) * ranks
         return place.legs + max(0.0, fill - FULL) * OVERFLOW
 
@@ -178,7 +178,7 @@ class Node:
 
     @property
     def kind(self) -> str:
-        """What it is called: "prefill", "decode", or, of both roles, "node"."""
+        """The name of its kind: "prefill", "decode", or, of both roles, "node"."""
         return types.kind_of_node(self.roles)
 
     def may_hand_to(self, other: "Node") -> bool:
@@ -269,7 +269,7 @@ class NodeView:
 
     @property
     def footprint(self) -> Footprint:
-        """What decode legs take of all its caches."""
+        """The footprint of its decode legs in all its caches."""
         return Footprint(sum(map(_TOKENS, self.places)), sum(map(_SEQUENCES, self.places)))
 
     def legs(self, role: Role) -> int:
@@ -352,7 +352,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seeds:
-    """What nodes are hashed by, each at its place; no weights where all are equal."""
+    """The seeds by which nodes are hashed, each at its place; no weights where all are equal."""
 
     seeds: tuple[int, ...]
     weights: tuple[float, ...]
@@ -445,7 +445,7 @@ class Snapshot:
 
 
 def _needed(serving: list[Node], going: list[Node]) -> frozenset[str]:
-    """Of the nodes that go away, the names of those without which a role, or every pair, would be missing.
+    """The names of nodes that go away without which a role, or every pair, would be missing.
 
     During a surge the new nodes of one role serve first: until some of the other role do too, only the old ones, of
     which one terminates already, make a pair.

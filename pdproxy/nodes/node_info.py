@@ -1,4 +1,4 @@
-"""What a node publishes about itself, read out of its answers. Pure."""
+"""The facts that a node publishes about itself, read out of its answers. Pure."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ PROMPTS_PATH = "/v1/pdproxy/prompts"
 """Where it tells."""
 _LONGEST_DIGEST = 128
 _MADE_ANEW = frozenset({"created", "permission"})
-"""What vLLM makes anew for each answer of its list of models: the second of the answer, and an id of its own."""
+"""Fields that vLLM makes anew for each answer of its list of models: the second of the answer, and an id of its own."""
 
 
 def _empty() -> Mapping[str, str]:
@@ -76,7 +76,7 @@ def _lasting(cards: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a preflight found out about one node; empty or None where the node does not publish it.
+    """The result of a preflight of one node; empty or None where the node does not publish it.
 
     Attributes:
         node: as it was configured.

@@ -7,7 +7,7 @@ from pdproxy.nodes.node import Bars, Node, Role, State
 
 _LOG = logging.getLogger("pdproxy.nodes")
 _LEVELS = {State.DOWN: logging.WARNING, State.REFUSED: logging.ERROR}
-"""Of a line that tells that a node is in a state; INFO for any other."""
+"""Levels of a line that tells that a node is in a state; INFO for any other."""
 _LOSSES = {
     Role.PREFILL: "no prefill node serves any more: decode nodes compute all prompts",
     Role.DECODE: "no decode node serves any more: requests are refused with 503",

@@ -39,7 +39,7 @@ MOST_IN_A_ROW = 200
 
 
 class Verdict(enum.Enum):
-    """What other nodes showed about a leg that failed: whose fault it was."""
+    """Evidence of other nodes about a leg that failed: whose fault it was."""
 
     NODE = enum.auto()
     """No request could have caused the failure."""

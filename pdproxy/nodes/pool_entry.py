@@ -22,7 +22,7 @@ _STATE_BY_CIRCUIT = {
 
 
 class LegLoad(NamedTuple):
-    """What a leg adds to its node.
+    """The load that a leg adds to its node.
 
     Attributes:
         rank: the data-parallel rank that it goes to; None where vLLM chooses.
@@ -50,7 +50,7 @@ _STEP = 10.0
 
 @dataclasses.dataclass(slots=True)
 class PoolEntry:
-    """What the pool keeps of one node.
+    """The pool's facts of one node.
 
     Attributes:
         view: its state and its load, as plans see it.
@@ -270,12 +270,12 @@ class CohortTraffic:
         self._steps[-1][1][cohort] += 1
 
     def forget(self, cohort: str) -> None:
-        """It has no nodes any more."""
+        """The cohort has no nodes any more."""
         for _, requests in self._steps:
             del requests[cohort]
 
     def recent(self) -> Counter[str]:
-        """Of the last WINDOW seconds, by cohort."""
+        """Requests of the last WINDOW seconds, by cohort."""
         self._drop_old(self._clock.now())
         return sum((requests for _, requests in self._steps), Counter())
 

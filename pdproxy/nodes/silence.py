@@ -53,7 +53,7 @@ PATIENT = {Role.DECODE: 1.5, Role.PREFILL: 3.0}
 SLOWER = 4.0
 """An answer may take this many times as long as the slowest of the node's last ones did."""
 DECAY = 0.5
-"""Of the slowest answer's time, what is left of it after each further answer."""
+"""The part of the slowest answer's time that each further answer leaves."""
 _SERVING = frozenset({State.UP, State.PROBING, State.DRAINING, State.TERMINATING})
 _UNANSWERED = frozenset({Fault.HEADERS_TIMEOUT, Fault.STALL})
 
@@ -78,7 +78,7 @@ class SilenceConfig:
 
 @dataclasses.dataclass(slots=True)
 class _Watched:
-    """What is known of one node.
+    """The state of one watched node.
 
     Attributes:
         quiet_until: monotonic seconds until which it is not probed, whatever its silence.

@@ -1,4 +1,4 @@
-"""What the proxy counts, on an injected registry, by typed methods: no label string is written at a call site."""
+"""The proxy's metrics, on an injected registry, by typed methods: no label string is written at a call site."""
 
 import enum
 from collections.abc import Callable, Iterable

@@ -19,7 +19,7 @@ from pdproxy.orchestration.request_record import PromptRecord
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.planning.prefix import Place, PromptHits
-from pdproxy.planning.shares import Standing
+from pdproxy.planning.shares import ShareUse
 from pdproxy.request import Endpoint, Headers, SubRequest
 from pdproxy.settings.types import OnNoDecode
 from pdproxy.usage import Usage
@@ -55,7 +55,7 @@ class NodePicker:
         self._why_local = self.local = context.config.why_local(shape)
         self._resuming = False
         self._cohort: str | None = None
-        """Of the node where a stream that has moved began."""
+        """The cohort of the node where a stream that has moved began."""
         self.no_route = _NO_NAMES
         self.prompt_tokens = tokens = shape.prompt_tokens
         answer = context.in_flight.output_lengths.expected(request.model, shape.longest)
@@ -65,7 +65,7 @@ class NodePicker:
             context.queue, request.api_key, request.priority, cost, request.deadline, later=later, prompt=tokens
         )
         self._prefix: PromptHits | None = None
-        """What places have cached of the prompt; None where nothing is known."""
+        """Hits of places for the prompt; None where nothing is known."""
         self._looked_up = self._counted = False
         self._chosen: Plan | None = None
         """The last plan."""
@@ -85,9 +85,9 @@ class NodePicker:
 
         chosen: Plan | None = None
 
-        def begin(standing: Standing) -> bool:
+        def begin(share_use: ShareUse) -> bool:
             nonlocal chosen
-            chosen = self.plan_with_room(standing)
+            chosen = self.plan_with_room(share_use)
             if chosen is None:
                 return False
             if self._record.phase is not Phase.PLAN:  # it had to wait
@@ -104,7 +104,7 @@ class NodePicker:
         return chosen
 
     def _wait(self) -> str:
-        """It has to wait; in the queue of this model: adapters and other names of one have the same."""
+        """Enter the queue; the model in whose queue it waits: adapters and other names of one have the same."""
         self._record.enter(Phase.QUEUE)
         model = self._sub_request.request.model
         nodes = (view.node for view in self._context.pool.snapshot().nodes)
@@ -115,21 +115,22 @@ class NodePicker:
         chosen = self._checked_plan()
         return self._recorded(self._with_room(chosen, self._context.config.decode_fill) or chosen)
 
-    def plan_with_room(self, standing: Standing = Standing.WITHIN) -> Plan | None:
+    def plan_with_room(self, share_use: ShareUse = ShareUse.WITHIN) -> Plan | None:
         """As `plan`; None where the decode nodes that could take the prompt have no room for it now, or the nodes of
         both roles that could compute it.
 
-        By its key's ``standing`` there may be less room: the node that would compute the prompt must be about done with
-        those that it has, and a key over its share leaves others some room on decode nodes and some nodes that compute.
+        There may be less room by its key's ``share_use``: the node that would compute the prompt must be about done
+        with those that it has, and a key over its share leaves others some room on decode nodes and some nodes that
+        compute.
         """
         queue, most = self._context.queue, self._context.config.decode_fill
-        over = standing is Standing.OVER
+        over = share_use is ShareUse.OVER
         chosen = self._with_room(self._checked_plan(), queue.without_reserve(most) if over else most)
-        if chosen is None or (standing and not self._may_compute(chosen, standing)):
+        if chosen is None or (share_use and not self._may_compute(chosen, share_use)):
             return None
         return self._recorded(chosen)
 
-    def _may_compute(self, chosen: Plan, standing: Standing) -> bool:
+    def _may_compute(self, chosen: Plan, share_use: ShareUse) -> bool:
         """Whether the node that would compute the prompt may be given it, of a key whose share is used up."""
         queue, pool, node = self._context.queue, self._context.pool, chosen.computing
         place = pool.view(node.name).place(chosen.rank(node))
@@ -137,7 +138,7 @@ class NodePicker:
         left = pool.load.seconds_left(work, place, self._context.clock.now())
         if not queue.about_done(left, pool.load.pace_at(work, place).seconds(self._uncached(chosen))):
             return False
-        if standing is not Standing.OVER:
+        if share_use is not ShareUse.OVER:
             return True
         request = self._sub_request.request
         views = (
@@ -194,8 +195,8 @@ class NodePicker:
         return chosen
 
     def load(self, node: Node, leg: Leg) -> LegLoad:
-        """What a prefill or decode leg adds to its node: of a decode leg the caches take in the answers too, if these
-        are as long as others were. A prefill leg counts there where the node has both roles."""
+        """The load that a prefill or decode leg adds to its node. That of a decode leg includes the answer, which is
+        expected to be as long as others were. A prefill leg counts there where the node has both roles."""
         chosen, request = self._chosen, self._sub_request.request
         if leg is Leg.DECODE:
             footprint = self._footprint

@@ -47,7 +47,7 @@ class Relay:
         self._transcript = self._continuity.transcript
         self._leg_reader: LegReader | None = None
         self._ready = b""
-        """What goes out next."""
+        """The bytes that go out next."""
         self._leaving = asyncio.Event()
         self._node_down = self._done = self._closed = False
         self._progress_due = 0.0

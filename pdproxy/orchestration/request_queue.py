@@ -24,7 +24,7 @@ from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import deadline_error, rejected_error
 from pdproxy.planning.queue import DepartureRate, FairQueue, Queued
-from pdproxy.planning.shares import KeyShares, LimitsByKey, Standing
+from pdproxy.planning.shares import KeyShares, LimitsByKey, ShareUse
 
 UNKNOWN_WAIT, LONGEST_WAIT = 5, 60
 """Seconds of Retry-After: while nothing has left the queue yet, and at most."""
@@ -36,8 +36,9 @@ AHEAD_SHARE = 0.1
 CLOSE = 0.001
 """Seconds: so much too early is not too early."""
 
-Start = Callable[[Standing], bool]
-"""Begins a prompt, if there is room for it: whether it did. It is told how its key stands: there may be less room."""
+Start = Callable[[ShareUse], bool]
+"""Begins a prompt, if there is room for it: whether it did. It is told how much of its share the
+key uses: there may be less room."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class RequestQueue:
         taken = {
             view.name
             for view in nodes
-            if any(self._standing(key, now) is Standing.OVER for place in view.places for key in place.keys)
+            if any(self._share_use(key, now) is ShareUse.OVER for place in view.places for key in place.keys)
         }
         return len(taken | {node}) <= most
 
@@ -210,8 +211,8 @@ class RequestQueue:
         self._shares.asked(key, now, asked.prompt)
         if self._length or self._running >= self._limits.concurrency or not self._shares.may_run(key):
             return False
-        standing = self._standing(key, now)
-        if (standing is Standing.OVER and self._running >= self._most_over_share) or not start(standing):
+        share_use = self._share_use(key, now)
+        if (share_use is ShareUse.OVER and self._running >= self._most_over_share) or not start(share_use):
             return False
         self._runs(asked)
         return True
@@ -308,20 +309,20 @@ class RequestQueue:
                 if waiter.queued:
                     self._expire(waiter)
 
-    def _standing(self, key: str, now: float) -> Standing:
-        return self._shares.standing(key, now) if self._limits.reserve > 0 else Standing.WITHIN
+    def _share_use(self, key: str, now: float) -> ShareUse:
+        return self._shares.share_use(key, now) if self._limits.reserve > 0 else ShareUse.WITHIN
 
-    def _refused_beside(self, waiter: Admission) -> Standing | None:
-        """It is tried though keys that stand worse may go first: they wait, since there is no room for them."""
-        standing = self._standing(waiter.key, waiter.since)
-        return None if standing is Standing.OVER else Standing(standing + 1)
+    def _refused_beside(self, waiter: Admission) -> ShareUse | None:
+        """The least use of a share that waits beside this prompt: there is no room for prompts of such keys."""
+        share_use = self._share_use(waiter.key, waiter.since)
+        return None if share_use is ShareUse.OVER else ShareUse(share_use + 1)
 
-    def _head(self, lane: FairQueue[Admission], now: float, refused: Standing | None) -> Admission | None:
-        """The one that goes next, of the keys that may run one more, and stand better than one that was refused."""
+    def _head(self, lane: FairQueue[Admission], now: float, refused: ShareUse | None) -> Admission | None:
+        """The next prompt among those of keys that may run one more, and use less of their shares than ``refused``."""
         may_run = self._shares.may_run
         if refused is None:
             return lane.head(now, may_run)
-        return lane.head(now, lambda key: may_run(key) and self._standing(key, now) < refused)
+        return lane.head(now, lambda key: may_run(key) and self._share_use(key, now) < refused)
 
     def _begin_all(self) -> None:
         """Begin whoever can run now."""
@@ -347,32 +348,32 @@ class RequestQueue:
         self.room_changed()
 
     def _begin_while_room(self) -> None:
-        refused: dict[str, Standing] = {}
-        """By lane: there is no room for keys that stand so, or worse."""
+        refused: dict[str, ShareUse] = {}
+        """By lane: there is no room for keys that use so much of their shares, or more."""
         now = self._clock.now()
         while self._running < self._limits.concurrency:
             lanes = [(lane, refused.get(name)) for name, lane in self._lanes.items()]
-            heads = [self._head(lane, now, worst) for lane, worst in lanes if worst is not Standing.WITHIN]
+            heads = [self._head(lane, now, worst) for lane, worst in lanes if worst is not ShareUse.WITHIN]
             head = min(filter(None, heads), key=lambda each: each.priority, default=None)
             if head is None:
                 return
-            standing = self._try(head)
-            if standing is not None:
-                refused[head.lane] = standing
+            share_use = self._try(head)
+            if share_use is not None:
+                refused[head.lane] = share_use
 
-    def _try(self, waiter: Admission) -> Standing | None:
-        """Begin the head of a lane, or refuse it; how its key stands where there is no room for such."""
+    def _try(self, waiter: Admission) -> ShareUse | None:
+        """Begin the head of a lane, or refuse it; the use of its key's share where there is no room for such."""
         if waiter.turn.done():  # cancelled: its task will come to know
             self._leave(waiter)
             return None
         if self._running >= self._limits.concurrency:
-            return Standing.WITHIN
-        standing = self._standing(waiter.key, self._clock.now())
-        if standing is Standing.OVER and self._running >= self._most_over_share:
-            return standing
+            return ShareUse.WITHIN
+        share_use = self._share_use(waiter.key, self._clock.now())
+        if share_use is ShareUse.OVER and self._running >= self._most_over_share:
+            return share_use
         try:
-            if not waiter.start(standing):
-                return standing
+            if not waiter.start(share_use):
+                return share_use
         except PdproxyError as error:
             self._refuse(waiter, error)
             return None

@@ -1,4 +1,4 @@
-"""What places may have cached of a prompt, by what this proxy sent where: the source for nodes without KV events."""
+"""An estimate of what places have cached, by what this proxy sent where: the source for nodes without KV events."""
 
 import dataclasses
 import weakref
@@ -24,7 +24,7 @@ UNKNOWN_BLOCK = 16
 
 @dataclasses.dataclass(slots=True)
 class _Asked:
-    """What is kept of a sub-request while it lives.
+    """The facts that are kept of a sub-request while it lives.
 
     ``chain``: its marks; ``cut``: of the beginning of a longer prompt. ``expected``: what its computing place was
     expected to resume.
@@ -88,7 +88,7 @@ class TextPrefixSource:
             self._index.cached_more(asked.chain, real.place, real.cached, self._clock.now())
 
     def known(self, sub_request: SubRequest) -> KnownPrefix:
-        """What prompts that were tokenized tell of this one."""
+        """The part of a prompt that tokenized prompts tell."""
         asked = self._ask(sub_request)
         known = self._index.known(asked.chain)
         if known.whole or not asked.cut:

@@ -79,13 +79,13 @@ class UpstreamRequest:
         """On the prefill node of the plan, until its leg has ended; where that has both roles, until its ticket is read
         or given up."""
         self._response: HttpResponse | None = None
-        """Of the decode leg."""
+        """The response of the decode leg."""
         self._span: LegSpan | None = None
-        """Of the decode leg, where it is traced."""
+        """The span of the decode leg, where it is traced."""
         self._unread: tuple[Node, str] | None = None
         """A prefill node, and the id of the hand-over that it may hold."""
         self._sent_twice = False
-        """That prefill leg went out a second time: the node may hold blocks for each of the two."""
+        """The prefill leg went out a second time: the node may hold blocks for each of the two."""
 
     # -- up to the answer
 
@@ -443,7 +443,7 @@ class UpstreamRequest:
             release_later(self._context, hand_over.node, asked.request.model, hand_over.hand_over_id, asked.headers)
 
     def _record_hand_over(self, usage: Usage) -> None:
-        """What became of the ticket counts for or against its pair of nodes, where the usage shows it, and nothing that
+        """Count the ticket for or against its pair of nodes, where the usage shows what became of it, and nothing that
         the client asked for explains that it was of no use."""
         hand_over, node, asked = self.hand_over, self._decode_node, self.sub_request
         if hand_over is None or node is None or asked.endpoint not in TELLING or usage.cached is None:

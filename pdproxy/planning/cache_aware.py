@@ -41,12 +41,12 @@ ITL_BUDGET = 0.1
 NEAR_SECONDS, NEAR_SHARE = 0.002, 0.05
 """Costs that differ by less than this, or than this share, are the same: no estimate is better than that."""
 FEW = 8
-"""Of places that cost nearly the same, how many are compared by what they did lately."""
+"""The most places of nearly the same cost that are compared by what they did lately."""
 SESSION_SHARE = 0.5
-"""Of a prompt, what its session's own place is taken to have cached where nothing is known."""
+"""The share of a prompt that its session's own place is taken to have cached where nothing is known."""
 FIRST_TURN = 0.6
-"""Of `CacheAware.itl_budget`, for the first turn that a decode place computes where a prefill place could resume as
-far: the next turn is about as long, and where that one is over the budget, a prefill place computes both."""
+"""The part of `CacheAware.itl_budget` for the first turn that a decode place computes, where a prefill place could
+resume as far: the next turn is about as long, and where that one is over the budget, a prefill place computes both."""
 _SCORE, _RECENT = operator.attrgetter("score"), operator.attrgetter("recent")
 
 
@@ -140,11 +140,11 @@ class Comparison:
         return SharedLocalCost(self.tokens, book, self._deepest, stalls, cached=cached)
 
     def hits(self, role: Role) -> "Sequence[_PlaceHit]":
-        """What places of a role have cached."""
+        """The hits of places of a role."""
         return self._hits[role]
 
     def best_pair(self, turn: int) -> tuple[Estimate, Estimate] | None:
-        """Of the best pairs of all cohorts the one that costs least; None where there is no pair."""
+        """The pair that costs least among the best pairs of all cohorts; None where there is no pair."""
         candidates, best = self.candidates, None
         groups = candidates.cohorts()
         for group in groups:
@@ -285,7 +285,7 @@ class Comparison:
         )  # fmt: skip
 
     def _rank(self, chosen: Estimate) -> int | None:
-        """It is named where there are several."""
+        """The rank is named where there are several."""
         several = len(chosen.view.places) > 1 and self.candidates.needs.names_rank
         return chosen.place.rank if several else None
 
@@ -301,7 +301,7 @@ def _of_cohort(hits: Sequence[_PlaceHit], cohort: str) -> list[_PlaceHit]:
 
 
 def _by_role(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Role, Sequence[_PlaceHit]]:
-    """What of the hits is on places that may get the request. A leg that cannot name a rank meets any of its node's."""
+    """Hits on places that may get the request. A leg that cannot name a rank meets any of its node's."""
     if not candidates.needs.names_rank:
         hits = _mean_over_ranks(candidates, hits)
     found: dict[Role, list[_PlaceHit]] = {Role.PREFILL: [], Role.DECODE: []}

@@ -1,4 +1,4 @@
-"""What a place would cost a prompt, in seconds: as a prefill node, as a decode node with a ticket, or alone. Pure.
+"""The cost of a prompt at a place, in seconds: as a prefill node, as a decode node with a ticket, or alone. Pure.
 
 What is sent to a place is *queued* there until it is computed; a prompt waits for what was queued before it. A cost is
 divided by the node's `NodeView.room`, its weight as far as slow start allows, so that it compares as load does.
@@ -22,13 +22,13 @@ from pdproxy.nodes.node import Node, NodeView, Role
 from pdproxy.planning.prefix import NO_HIT, Hit
 
 STALLED, OVER_BUDGET = 0.1, 0.5
-"""What a second costs in which a stream gets no token since its node computes a prompt, in seconds of waiting for a
+"""The cost of a second in which a stream gets no token since its node computes a prompt, in seconds of waiting for a
 first token; and what one costs above ``policy.itl_budget``, in addition."""
 ANSWER_SECONDS = 1.0
-"""What it costs an answer to be generated on a node that always computes prompts, too."""
+"""The cost to an answer of being generated on a node that always computes prompts, too."""
 COPY_SHARE = 1.0
-"""Of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the first
-queue, with more than 1 it stays where prompts wait longer than the copy would have cost."""
+"""The part of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the
+first queue, with more than 1 it stays where prompts wait longer than the copy would have cost."""
 LATER_PROMPTS, AGAINST_COPIES = 30.0, 55.0
 """Which follow a prompt to its place: each takes what is usual, and makes others wait, or waits, where the place is
 busy. More where the copy of a prefix is charged, too, which keeps conversations where they are: a place whose cache
@@ -36,7 +36,7 @@ overflows loses states, and with each one all that its prompt has cached there."
 WAITING = 2.0
 """How many others wait for a prompt, on a place that is always busy; for the seconds that it takes."""
 SEQUENCE_SECONDS = 0.01
-"""What each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
+"""Seconds that each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
 _CROWD = operator.attrgetter("lightest.crowd")
 
 
@@ -61,7 +61,7 @@ def covered_tokens(node: Node, tokens: int) -> int:
 
 
 class Estimate(NamedTuple):
-    """What one place costs: ``score`` is what places are compared by, ``seconds`` what the request is expected to take.
+    """The cost at one place: ``score`` compares places, ``seconds`` is how long the request is expected to take.
 
     Attributes:
         hit: what the place has cached.
@@ -75,7 +75,7 @@ class Estimate(NamedTuple):
 
 
 class Cost(Protocol):
-    """What places cost one prompt. ``role``: of the nodes whose places are asked for it."""
+    """The costs of places for one prompt. ``role``: of the nodes whose places are asked for it."""
 
     @property
     def role(self) -> Role: ...
@@ -111,7 +111,7 @@ class PrefillCost:
         self._fresh_seconds = self._fixed + self._per_token * (tokens + COPY_SHARE * deepest)
         self._busy_weight = book.busy_weight if cached else 0.0
         self._later = (AGAINST_COPIES if deepest else LATER_PROMPTS) * book.usual if cached else 0.0
-        """What it costs later prompts that a place is always busy."""
+        """The cost to later prompts of a place that is always busy."""
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         fixed, per_token, own_seconds = self._fixed, self._per_token, self._fresh_seconds
@@ -138,7 +138,7 @@ class PrefillCost:
         return self._fresh_seconds * self._book.least_factor(Work.PREFILL) / heaviest
 
     def own_seconds(self, tokens: int) -> float:
-        """What so many tokens of a prompt take that is computed anyway."""
+        """Seconds for so many tokens of a prompt that is computed anyway."""
         return self._per_token * tokens
 
 
@@ -205,7 +205,7 @@ class LocalCost:
 
 
 class Stalls:
-    """What it costs the streams of a place that it computes a prompt. ``budget``: `CacheAware.itl_budget`."""
+    """The cost to the streams of a place when it computes a prompt. ``budget``: `CacheAware.itl_budget`."""
 
     __slots__ = ("_budget",)
 
@@ -273,7 +273,7 @@ class SharedLocalCost(SharedPrefillCost):
 
 
 def answer_stalls(book: Load, place: PlaceLoad) -> float:
-    """What an answer waits, between its tokens, for prompts that its place will compute, as it did lately."""
+    """Seconds that an answer waits, between its tokens, for prompts that its place will compute, as it did lately."""
     return min(1.0, place.busy * book.busy_weight) * ANSWER_SECONDS
 
 

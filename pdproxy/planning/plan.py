@@ -43,7 +43,7 @@ class Candidates:
         return self._served.all.of(role)
 
     def seeds(self, role: Role) -> Seeds:
-        """What these are hashed by, in the same order."""
+        """The seeds by which these are hashed, in the same order."""
         return self._served.seeds[role]
 
     def heaviest(self, role: Role) -> float:

@@ -1,4 +1,4 @@
-"""What a plan is made for, what it says, and why there may be none: values."""
+"""Plans: what one is made for, what it says, and why there may be none. Values."""
 
 import msgspec
 
@@ -32,7 +32,7 @@ class UnknownModel(PdproxyError):
 
 
 class PlanInput(msgspec.Struct, frozen=True):
-    """What a plan depends on, of one request.
+    """The facts of one request on which a plan depends.
 
     Attributes:
         model: as the client named it.

@@ -20,7 +20,7 @@ from pdproxy.planning.plan_types import Plan
 from pdproxy.reasons import LocalReason
 
 MOST_OF_MEAN = 1.25
-"""Of the mean number of legs, by weight and slow start; rounded up to whole legs."""
+"""The most legs that a node may have, as a part of the mean by weight and slow start; rounded up to whole legs."""
 SPARE = 1
 """Legs that a node may carry beyond that: where few run, the bound alone would turn a session away from a node that has
 a single one."""

@@ -70,8 +70,8 @@ class _Asker:
     prompt: float
 
 
-class Standing(enum.IntEnum):
-    """How what a key runs compares with its share. The greater, the less it may begin."""
+class ShareUse(enum.IntEnum):
+    """How much of its share a key uses. The greater, the less it may begin."""
 
     WITHIN = 0
     """One more prompt of its usual size is within its share too, or nobody else asks, or it runs nothing."""
@@ -146,18 +146,18 @@ class KeyShares:
         if not self._running:
             self._total = 0.0
 
-    def standing(self, key: str, now: float) -> Standing:
-        """How what a key runs compares with its share of all that runs."""
+    def share_use(self, key: str, now: float) -> ShareUse:
+        """How much a key uses of its share of all that runs."""
         if len(self._asked) < 2 or key not in self._costs:
-            return Standing.WITHIN
+            return ShareUse.WITHIN
         self._forget_before(now - PRESENT_SECONDS)
         if len(self._asked) < 2:
-            return Standing.WITHIN
+            return ShareUse.WITHIN
         cost, weight, weights = self._costs[key], self._limits.of(key).weight, self._all_weights()
         if cost * weights > weight * self._total:
-            return Standing.OVER
+            return ShareUse.OVER
         one = cost / self._running[key]
-        return Standing.FULL if (cost + one) * weights > weight * (self._total + one) else Standing.WITHIN
+        return ShareUse.FULL if (cost + one) * weights > weight * (self._total + one) else ShareUse.WITHIN
 
     def _forget_before(self, moment: float) -> None:
         while self._asked and next(iter(self._asked.values())).last < moment:

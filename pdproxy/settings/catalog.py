@@ -140,7 +140,7 @@ def _bound(field: FieldInfo, name: str) -> object:
 
 
 def did_you_mean(word: str, known: Mapping[str, str], otherwise: str = "") -> str:
-    """Such as " Did you mean x?", or `otherwise` when no known name resembles the word.
+    """A hint like " Did you mean x?", or `otherwise` when no known name resembles the word.
 
     ``known``: what to suggest, by the name that the word is compared with.
     """

@@ -89,7 +89,7 @@ class ConfiguredNode(Section):
     url: types.NodeUrl
     """Base address, such as http://10.0.0.1:8000."""
     roles: types.NodeRoles = tuple(types.Role)
-    """What the node is asked to do; `role: decode` is short for `roles: [decode]`."""
+    """The node's roles; `role: decode` is short for `roles: [decode]`."""
     model: types.Text = ""
     """Model as clients name it; empty asks the node."""
     aliases: types.Texts = ()
@@ -160,7 +160,7 @@ class Upstream(Section):
     """How nodes are spoken to."""
 
     credential: types.Credential = types.Credential.PASS
-    """What a node gets as its Authorization header."""
+    """The Authorization header that a node gets."""
     credential_file: types.OptionalFile = None
     """File with the credential that `replace` sends and that our own health checks carry."""
     ca_file: types.OptionalFile = None
@@ -197,7 +197,7 @@ class Deadlines(Section):
 
 
 class Limits(Section):
-    """What a client may ask for."""
+    """Limits of what a client may ask for."""
 
     body_bytes: types.Bytes = Field(default=64 * 1024 * 1024, ge=1024)
     """Largest request body."""
@@ -229,12 +229,12 @@ class Limits(Section):
 
 
 class Policy(Section):
-    """What is decided for a request, and what follows a failure."""
+    """Decisions about a request, and what follows a failure."""
 
     on_prefill_failure: types.OnPrefillFailure = types.OnPrefillFailure.RETRY
-    """What follows a failed prefill leg."""
+    """The step after a failed prefill leg."""
     on_no_decode: types.OnNoDecode = types.OnNoDecode.FAIL
-    """What follows where no decode node is left: with `prefill`, prefill nodes serve whole requests."""
+    """The step where no decode node is left: with `prefill`, prefill nodes serve whole requests."""
     routing: types.Routing = types.Routing.CACHE
     """How one of several nodes is chosen; `cache` goes by what each of them has cached and has to compute."""
     retries: types.Count = Field(default=2, ge=0, le=10)
@@ -298,7 +298,7 @@ class Keys(Section):
 
 
 class Log(Section):
-    """What is logged, on standard error."""
+    """The log, on standard error."""
 
     level: types.LogLevel = types.LogLevel.INFO
     """How much is logged."""
@@ -326,7 +326,7 @@ class Otel(Section):
 
 
 class Sizing(Section):
-    """What the advice about the number of nodes goes by."""
+    """Aims of the advice about the number of nodes."""
 
     prefill_busy: types.Number = Field(default=0.7, gt=0, le=1)
     """Part of its time for which a prefill node may compute."""

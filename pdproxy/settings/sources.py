@@ -19,7 +19,7 @@ from pdproxy.settings.types import Role
 
 CONFIG = PREFIX + "CONFIG"
 ROLES = {**{role.value: (role,) for role in Role}, "node": tuple(Role)}
-"""What a node does that is named so, by a flag or a variable."""
+"""The roles of a node that is named so, by a flag or a variable."""
 NODES = {PREFIX + word.upper(): roles for word, roles in ROLES.items()}
 
 Location: TypeAlias = tuple[str | int, ...]
@@ -58,7 +58,7 @@ class EnvironmentSource(EnvSettingsSource):
         return super().__call__() | _with_nodes(self._nodes)
 
     def place(self, location: Location) -> str:
-        """Such as ``PDPROXY_LOG_LEVEL``."""
+        """A place like ``PDPROXY_LOG_LEVEL``."""
         return _node_origin(location, self._nodes) or PREFIX + "_".join(map(str, location)).upper()
 
 
@@ -79,7 +79,7 @@ class FlagSource(InitSettingsSource):
         super().__init__(Settings, values | _with_nodes(self._nodes))
 
     def place(self, location: Location) -> str:
-        """Such as ``--log-level``."""
+        """A place like ``--log-level``."""
         return _node_origin(location, self._nodes) or "--" + "-".join(map(str, location)).replace("_", "-")
 
 

@@ -1,4 +1,4 @@
-"""What a setting may be: one of a few words, a number with a unit, a text, an address, a file."""
+"""Types of settings: one of a few words, a number with a unit, a text, an address, a file."""
 
 import dataclasses
 import enum
@@ -39,7 +39,7 @@ class OneOf(enum.StrEnum):
 
 
 class OnPrefillFailure(OneOf):
-    """What follows a failed prefill leg."""
+    """The step after a failed prefill leg."""
 
     RETRY = "retry"
     """Another prefill node, then the decode node computes the prompt itself."""
@@ -50,7 +50,7 @@ class OnPrefillFailure(OneOf):
 
 
 class OnNoDecode(OneOf):
-    """What follows where no decode node is left."""
+    """The step where no decode node is left."""
 
     FAIL = "fail"
     """The client gets an error, 503."""
@@ -87,10 +87,10 @@ class ReadEvents(OneOf):
 
 
 class Credential(OneOf):
-    """What a node gets as its ``Authorization`` header."""
+    """The ``Authorization`` header that a node gets."""
 
     PASS = "pass"
-    """What the client sent."""
+    """The client's own header."""
     REPLACE = "replace"
     """The credential in ``upstream.credential_file``."""
     NONE = "none"
@@ -135,14 +135,14 @@ class OtelExport(OneOf):
 
 
 class Role(OneOf):
-    """What a node is asked to do."""
+    """The work that a node is asked to do."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 Roles = tuple[Role, ...]
-"""What one node is asked to do: one role or both, in the order of `Role`."""
+"""The roles of one node: one or both, in the order of `Role`."""
 
 
 def in_order(roles: Iterable[Role]) -> Roles:
@@ -152,7 +152,7 @@ def in_order(roles: Iterable[Role]) -> Roles:
 
 
 def kind_of_node(roles: Roles) -> str:
-    """What a node of these roles is called: a prefill node, a decode node, or, of both, just a node."""
+    """The name of a node with these roles: a prefill node, a decode node, or, of both, just a node."""
     return roles[0] if len(roles) == 1 else "node"
 
 

@@ -38,7 +38,7 @@ class YamlSource(InitSettingsSource):
         super().__init__(Settings, values)
 
     def place(self, location: Location) -> str:
-        """Such as ``the file a.yaml, line 3, nodes[0]``."""
+        """A place like ``the file a.yaml, line 3, nodes[0]``."""
         node = f", nodes[{location[1]}]" if location[0] == "nodes" and len(location) > 1 else ""
         return f"the file {self._path}, line {_line(self._root, location)}{node}"
 

@@ -39,7 +39,7 @@ class Framer:
 
     def __init__(self) -> None:
         self.rest = b""
-        """What came after the last whole event; not empty at the end of a body means that it was cut. Of a long event
+        """The bytes after the last whole event; not empty at the end of a body means that it was cut. For a long event
         only its beginning."""
         self._long: io.BytesIO | None = None
         """A long event so far. It grows in place: to join its pieces takes milliseconds where they are megabytes."""

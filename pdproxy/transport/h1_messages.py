@@ -21,7 +21,7 @@ _ENDS_WORD = re.compile("[ \\r\\n\\0]").search
 
 
 class Origin(NamedTuple):
-    """What a pooled connection is connected to."""
+    """The address to which a pooled connection leads."""
 
     scheme: str
     host: str
@@ -150,7 +150,7 @@ class ResponseParser:
             raise ProtocolError(f"more than {_OVERHEAD} bytes came that are no body")
 
     def _on_parser_stopped(self, error: Exception) -> None:
-        """What came behind the whole answer was not asked for. Before it has ended, it is no answer."""
+        """Bytes behind the whole answer were not asked for. Before it has ended, they are no answer."""
         if self.ended:
             self.reusable = False
         elif isinstance(error.__context__, ProtocolError):  # of our own, out of a callback

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from pdproxy.nodes.load import Load, PlaceLoad, Work
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.request_queue import Admission, QueueLimits, RequestQueue
-from pdproxy.planning.shares import PRESENT_SECONDS, Standing
+from pdproxy.planning.shares import PRESENT_SECONDS, ShareUse
 from tests.fakes.timed import LoopClock, VirtualTimeLoop
 
 
@@ -54,10 +54,10 @@ class OneNode:
     async def _answer(self, name: str, asked: Admission, answer: float) -> None:
         place, given = self._place, list[float]()
 
-        def begin(standing: Standing) -> bool:
+        def begin(share_use: ShareUse) -> bool:
             now = self._clock.now()
             takes = self._book.pace_at(Work.PREFILL, place).seconds(asked.prompt)
-            if standing and not self._queue.about_done(self._book.seconds_left(Work.PREFILL, place, now), takes):
+            if share_use and not self._queue.about_done(self._book.seconds_left(Work.PREFILL, place, now), takes):
                 return False
             place.take_prompt(asked.key, asked.prompt, now)
             given.append(now)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from pdproxy.errors import ClientError
-from pdproxy.planning.shares import KeyLimits, LimitsByKey, Standing
+from pdproxy.planning.shares import KeyLimits, LimitsByKey, ShareUse
 from tests.orchestration.queue_setup import QueueSetup, admission_of, of, settle
 
 
@@ -276,7 +276,7 @@ async def test_an_error_of_the_attempt_is_its_own(error: Exception) -> None:
     await setup.start("a")
     admission = admission_of(setup.queue)
 
-    def fail(_: Standing) -> bool:
+    def fail(_: ShareUse) -> bool:
         raise error
 
     failing = asyncio.create_task(admission.begin(fail, lambda: "m"))

@@ -9,7 +9,7 @@ from pdproxy.planning.shares import (
     KeyLimits,
     KeyShares,
     LimitsByKey,
-    Standing,
+    ShareUse,
 )
 
 
@@ -22,7 +22,7 @@ def shares_of(**weights: float) -> KeyShares:
 
 
 def over(shares: KeyShares, key: str, now: float) -> bool:
-    return shares.standing(key, now) is Standing.OVER
+    return shares.share_use(key, now) is ShareUse.OVER
 
 
 def test_a_key_alone_may_have_everything() -> None:
@@ -47,13 +47,13 @@ def test_a_key_that_runs_everything_is_over_its_share_as_soon_as_another_asks() 
 def test_a_share_is_used_up_where_one_more_prompt_would_be_more_than_that() -> None:
     shares = shares_of(a=1.0, b=1.0)
     shares.began("b", 12.0)
-    assert shares.standing("a", 0.0) is Standing.WITHIN, "it runs nothing"
+    assert shares.share_use("a", 0.0) is ShareUse.WITHIN, "it runs nothing"
     shares.began("a", 10.0)
-    assert shares.standing("a", 0.0) is Standing.FULL
+    assert shares.share_use("a", 0.0) is ShareUse.FULL
     shares.began("b", 12.0)
-    assert shares.standing("a", 0.0) is Standing.WITHIN
-    assert shares.standing("b", 0.0) is Standing.OVER
-    assert shares.standing("a", PRESENT_SECONDS + 0.1) is Standing.WITHIN, "nobody asks any more"
+    assert shares.share_use("a", 0.0) is ShareUse.WITHIN
+    assert shares.share_use("b", 0.0) is ShareUse.OVER
+    assert shares.share_use("a", PRESENT_SECONDS + 0.1) is ShareUse.WITHIN, "nobody asks any more"
 
 
 def test_shares_are_by_weight_and_follow_new_weights() -> None:

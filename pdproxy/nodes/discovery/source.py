@@ -53,7 +53,7 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Template:
-    """What all nodes of a source that lists addresses have in common."""
+    """The facts that all nodes of a source that lists addresses have in common."""
 
     roles: Roles
     scheme: str = "http"
