@@ -140,3 +140,20 @@ def test_each_question_is_answered_within_three_steps_from_the_readme(row: list[
     assert step in {linked for linked, _ in links(README)}
     assert function.strip("`") in names_in((ARCHITECTURE.parent / file_target[1]).resolve())
     assert set(re.findall(r"`([A-Z]\w+\.\w+)`", answer)) <= product_names()
+
+
+HIDDEN = re.compile(r'^ *(?:\w[^"]*)?r?"""(?:Of|What|Whatever|Whoever|It|That|Such) ', re.MULTILINE)
+"""Openings that hide who or what a sentence is about."""
+
+
+@pytest.mark.parametrize("folder", ["pdproxy", "connector"])
+def test_docstrings_begin_with_their_subject(folder: str) -> None:
+    files = {name_of(file): text_of(file) for file in sorted((ROOT / folder).rglob("*.py"))}
+    assert [f"{name}: {found[0].strip()}" for name, text in files.items() for found in HIDDEN.finditer(text)] == []
+
+
+def test_a_docstring_that_hides_its_subject_is_found() -> None:
+    for text in ('"""What is kept."""', '    """Of the node."""', 'r"""It waits."""', 'X = 1\n"""Such as this."""'):
+        assert HIDDEN.search(text)
+    for text in ('"""The node\'s name."""', '"""Whether it waits."""', '"""Items of the list."""'):
+        assert not HIDDEN.search(text)

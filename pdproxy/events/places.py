@@ -1,4 +1,4 @@
-"""What is known of each place's cache: its batches in order, into the index of its hash scheme. No I/O.
+"""The known part of each place's cache: its batches in order, into the index of its hash scheme. No I/O.
 
 Unknown is not absent: of a place whose first batch was missed, or some in between, only a part is known until those
 blocks are evicted. Where batches are lost for good, or the engine is another one, all that is known of the place is
@@ -233,7 +233,7 @@ class PlaceCaches:
         return self._by_node.get(node, ())
 
     def scheme(self, hashing: Hashing | None) -> SchemeIndex | None:
-        """What is known of places that hash so; None where nothing is."""
+        """The index of places that hash so; None where nothing is known of them."""
         wanted = None if hashing is None else scheme_of(hashing)
         return None if wanted is None else self._schemes.get(wanted)
 

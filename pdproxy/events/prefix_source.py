@@ -1,4 +1,4 @@
-"""What places have cached of a request's prompt, from their KV events: an `ExactSource` of the orchestration.
+"""The prefix source that reads KV events: an `ExactSource` of the orchestration.
 
 A look-up needs the prompt's hashes (`prompt_hashes`). It is not made where nothing can come of it: of a prompt that is
 shorter than a block, where there is one place of each role, or where no place's events are read.
@@ -69,7 +69,7 @@ class EventPrefixSource:
         """By the identity of a sub-request, while that lives."""
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
-        """What is cached of the prompt; None where nothing is known, or it is not worth its cost. Never raises."""
+        """The cached part of the prompt; None where nothing is known, or it is not worth its cost. Never raises."""
         candidates = self._candidates(sub_request)
         if candidates is None or _is_short(sub_request, candidates.schemes):
             return None
@@ -102,7 +102,7 @@ class EventPrefixSource:
         return any(feed.known is not Known.NOTHING for feed in self._caches.of_node(node))
 
     async def _find(self, sub_request: SubRequest, candidates: _Candidates) -> PromptHashes:
-        """What is known of the prompt's hashes, or all of them where it pays to wait for a node that tells them."""
+        """The known hashes of the prompt, or all of them where it pays to wait for a node that tells them."""
         found = await self._finder.known(sub_request, candidates.schemes)
         if not self._finder.pays(found):
             by = LookUp.KNOWN if found.known else LookUp.NOTHING
@@ -191,7 +191,7 @@ class EventPrefixSource:
 def _look_up(
     index: PrefixIndex, hashes: Sequence[int], tokens: int, prefills: Mapping[str, Node], now: float
 ) -> Mapping[Place, Hit]:
-    """What each place has of the prompt; a prefill node, of what its leg computes, whose last token is never a hit."""
+    """The hits of each place; those of a prefill node are of what its leg computes, whose last token is never a hit."""
     hits = dict(index.look_up(hashes, tokens, now))
     legs = {covered_tokens(node, tokens) for node in prefills.values()}
     shorter = {covered: index.look_up(hashes, covered, now) for covered in legs}

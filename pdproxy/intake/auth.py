@@ -52,7 +52,7 @@ class ApiKeys:
         self.limits.replace(keys.limits)
 
     def names(self) -> set[str]:
-        """Of all keys."""
+        """The names of all keys."""
         return {key.name for key in self.by_digest.values()}
 
     def api_key(self, fields: Fields) -> ApiKey:
@@ -99,7 +99,7 @@ class OpenRequests:
         self._open[name] = self._open.get(name, 0) + 1
 
     def end(self, name: str) -> None:
-        """It is open no more."""
+        """The request is open no more."""
         if self._open[name] > 1:
             self._open[name] -= 1
         else:
@@ -232,7 +232,7 @@ def priority_of(fields: Fields, field: int) -> int:
 
 
 def headers_for_node(headers: Headers, fields: Fields, request_id: str, credential: Credential, own: str) -> Headers:
-    """What a node gets of the client's headers, with the request's id; ``own`` is the operator's credential.
+    """The client's headers that a node gets, with the request's id; ``own`` is the operator's credential.
 
     None of them tells of a body or asks for a kind of answer: the request to the node may have another one.
     """

@@ -1,4 +1,4 @@
-"""What intake does for a request: find out what it asks for, authenticate, read the body, have it answered, send that.
+"""The handler of a request: find out what it asks for, authenticate, read the body, have it answered, send that.
 
 Written against bare ASGI and what our own server offers beside it (`Exchange`): this is the hot path, where a
 framework's routing would cost more than our own work.
@@ -49,7 +49,7 @@ from pdproxy.settings.types import Credential, Routing
 _LOG = logging.getLogger("pdproxy.intake")
 _BY_SESSION = frozenset({Routing.CACHE, Routing.SESSION})
 NOT_TAKEN = (ClientError, ClientGone, asyncio.CancelledError)
-"""What ends a request before the orchestrator has it; from then on the orchestrator logs its end."""
+"""Errors that end a request before the orchestrator has it; from then on the orchestrator logs its end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class RequestHandler:
         )
 
     def _admit(self, exchange: HttpExchange) -> _Admitted:
-        """What is decided before the body is read: by the key, its limits, the body's type, the room for bodies and in
+        """Decide before the body is read: by the key, its limits, the body's type, the room for bodies and in
         the queue.
 
         Raises:
@@ -268,7 +268,7 @@ class RequestHandler:
 
 
 def _of_the_message(exchange: HttpExchange) -> Headers:
-    """What a node must know of a request that it gets as it came."""
+    """The headers that a node needs for a request that it gets as it came."""
     content_type = exchange.fields.get("content-type") or JSON_HEADER[1]
     return ("content-type", content_type), *[pair for pair in exchange.headers if pair[0] == "accept"]
 
@@ -312,7 +312,7 @@ class ApiApp:
         return self._answer_itself(exchange, scope)
 
     async def _answer_itself(self, exchange: HttpExchange, scope: Scope) -> None:
-        """What needs no node."""
+        """Answer a request that needs no node."""
         try:
             method = "GET" if exchange.method == "HEAD" else exchange.method  # the server leaves the body out
             if method == "GET" and exchange.path in self._shown:
@@ -331,7 +331,7 @@ class ApiApp:
         await self._operator({**scope, "method": "GET", "path": exchange.path}, exchange.receive, exchange.send)
 
     def _document(self, exchange: HttpExchange) -> bytes | None:
-        """What the proxy answers by itself; None for any other path."""
+        """The document that the proxy answers by itself; None for any other path."""
         if exchange.path == routes.OPENAPI:
             return routes.openapi_document()
         if not routes.is_of_models(exchange.path):

@@ -79,7 +79,7 @@ def release_body(model: str, hand_over_id: str) -> dict[str, object]:
 
 
 def decode_body(body: Json, ticket: msgspec.Raw | None, form: LegForm = LegForm()) -> dict[str, object]:  # noqa: B008
-    """What the client sent, with the ticket. Without one the decode node computes the prompt.
+    """The client's body, with the ticket. Without one the decode node computes the prompt.
 
     Where the form adds the usage event, the body must have no ``stream_options`` of its own.
     """

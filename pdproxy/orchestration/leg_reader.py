@@ -77,7 +77,7 @@ class LegReader:
         self._at_boundary = False
         """The next piece begins with an event, and that may pass as it is."""
         self._like_last: Likeness | None = None
-        """Of the last event, where the next one can pass by it."""
+        """The likeness of the last event, where the next one can pass by it."""
         self._pending_error: NodeFault | None = None
         self.has_data_event = False
         """A data event came."""
@@ -96,7 +96,7 @@ class LegReader:
         return b"".join(pieces)
 
     async def read_next(self) -> bytes:
-        """What the client sees of the next piece; may be empty.
+        """The bytes of the next piece that the client sees; may be empty.
 
         Raises:
             NodeFault: RESET where the body ended before the stream did; what the transport and the transcript raise.
@@ -137,11 +137,11 @@ class LegReader:
             await self._response.pipe_to(write)
 
     def flush(self) -> bytes:
-        """What was held back for a usage event that did not come."""
+        """The bytes that were held back for a usage event that did not come."""
         return b"" if self._usage_filter is None else self._usage_filter.flush()
 
     def _take(self, piece: bytes) -> bytes:
-        """What the client sees of a piece. Nearly every piece is one event like the last one, and its record."""
+        """The client's part of a piece. Nearly every piece is one event like the last one, and its record."""
         like, journal = self._like_last, self._journal
         if like is None:
             return self._take_one(piece) if self._at_boundary else self._take_any(piece)
@@ -155,7 +155,7 @@ class LegReader:
         return self._take_several(like, piece, end) if end else self._take_one(piece)
 
     def _take_several(self, like: Likeness, piece: bytes, end: int) -> bytes:
-        """What the client sees of a piece that begins with an event like the last one, which ends at ``end``."""
+        """The client's part of a piece that begins with an event like the last one, which ends at ``end``."""
         journal, at, events, records = self._journal, 0, list[bytes](), list[bytes]()
         while end:
             if journal is None:
@@ -175,7 +175,7 @@ class LegReader:
         return seen if at == len(piece) else seen + self._take_one(piece[at:])
 
     def _take_one(self, piece: bytes) -> bytes:
-        """What the client sees of a piece that may be one event and its record."""
+        """The client's part of a piece that may be one event and its record."""
         if self._journal is None:
             return piece if self._passes(piece) else self._take_any(piece)
         found = record_of_one(piece)
@@ -185,7 +185,7 @@ class LegReader:
         return found[0]
 
     def _take_any(self, piece: bytes) -> bytes:
-        """What the client sees of any piece."""
+        """The client's part of any piece."""
         seen = b"".join(map(self._take_block, self._framer.feed(piece)))
         whole = not self._framer.rest and not self._held
         self._at_boundary = whole and self.has_data_event and self._pending_error is None and not self._is_holding()
@@ -204,7 +204,7 @@ class LegReader:
         return self._usage_filter is not None and self._usage_filter.held != b""
 
     def _take_block(self, raw: bytes) -> bytes:
-        """Of one event, record or comment. Events wait for their record, comments before them for none."""
+        """The client's part of one event, record or comment. Events wait for their record, comments do not."""
         journal = self._journal
         if journal is None or self._pending_error is not None:
             return self._take_event(raw)

@@ -105,7 +105,7 @@ class ResponseWriter(asyncio.Transport):
             self._check_later()
 
     def on_resumed(self) -> None:
-        """It does again: stop the time limit."""
+        """The client takes bytes again: stop the time limit."""
         if not self._ending:
             self._stop_timer()
 

@@ -19,7 +19,7 @@ from pdproxy.settings.types import OneOf, Quantity, Takes
 PREFIX = "PDPROXY_"
 
 _KIND = re.compile(r".*?(\w+)(?= such as| above| from|,|$)")
-"""Of what a setting takes, the noun: "address" of "an address such as http://10.0.0.1:8000"."""
+"""The noun in what a setting takes: "address" of "an address such as http://10.0.0.1:8000"."""
 
 SHORT = {
     "listen.host": "--host",
@@ -68,7 +68,7 @@ class Setting:
 
     @property
     def metavar(self) -> str:
-        """What stands for its value in a command's help: ``SECONDS``, ``FILE``, ``on|off``."""
+        """The word for its value in a command's help: ``SECONDS``, ``FILE``, ``on|off``."""
         if isinstance(self.field.annotation, type) and issubclass(self.field.annotation, OneOf):
             return "|".join(self.field.annotation)
         if unit := unit_of(self.field):
@@ -77,7 +77,7 @@ class Setting:
         return noun[1].upper() if noun else "VALUE"
 
     def meant(self, value: object) -> str:
-        """Such as "10m" for "10 minutes": how a number with its unit in words is written; "" for anything else."""
+        """The short form of a number with its unit in words, "10m" for "10 minutes"; "" for anything else."""
         quantity = next((each for each in self.field.metadata if isinstance(each, Quantity)), None)
         return quantity.meant(value) if quantity is not None else ""
 

@@ -270,7 +270,7 @@ class Quantity:
         return float(text) * factor
 
     def meant(self, value: object) -> str:
-        """Such as "10m" for "10 minutes"; "" for what is no number with a unit in words."""
+        """The short form, "10m" for "10 minutes"; "" for what is no number with a unit in words."""
         found = _IN_WORDS.fullmatch(str(value).strip())
         if found is None:
             return ""

@@ -17,7 +17,7 @@ DONE = b"[DONE]"
 """The data of the last event of completions and chat."""
 DONE_EVENT = b"data: [DONE]\n\n"
 HEAD = ("id", "object", "created", "model")
-"""What every event of an answer repeats."""
+"""Fields that every event of an answer repeats."""
 _OUTPUT = ("text", "token_ids", "finish_reason", "logprobs")
 """Fields of a choice that have what was generated."""
 _CONTENT = ("content", "reasoning", "reasoning_content", "tool_calls")
@@ -54,7 +54,7 @@ class Likeness:
 
     @classmethod
     def of(cls, raw: bytes, mark: bytes = b"") -> "Likeness | None":
-        """Of an event that passed, with the mark that has to follow it.
+        """The likeness of an event that passed, with the mark that has to follow it.
 
         None where more than its text differs from event to event: lists (but ``choices``) of ids or log-probabilities,
         the numbers of responses. And where it has no text that can be told, or one with an escaped quote.
@@ -170,7 +170,7 @@ def _rewrite_payload(
 
 
 def head_of(chunk: Json) -> dict[str, object]:
-    """What every event of a chunk's answer repeats."""
+    """The fields that every event of a chunk's answer repeats."""
     return {key: chunk[key] for key in HEAD if key in chunk}
 
 

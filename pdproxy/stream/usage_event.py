@@ -20,20 +20,20 @@ class UsageEventFilter:
 
     def __init__(self) -> None:
         self.held = b""
-        """What is held back; empty for nothing."""
+        """The bytes that are held back; empty for nothing."""
 
     def is_usage_event(self, data: bytes) -> bool:
         return data.find(_USAGE_EVENT) >= 0
 
     def feed(self, data: bytes, seen: bytes) -> bytes:
-        """What the client may see now; ``seen`` is what it shall see of the event that has this data."""
+        """The bytes that the client may see now; ``seen`` is what it shall see of the event that has this data."""
         if data.find(FINISH_REASON) >= 0:
             self.held += seen
             return b""
         return self.flush() + seen if self.held else seen
 
     def on_usage_event(self, data: bytes) -> bytes:
-        """What was held back, with the usage event's fingerprint."""
+        """The bytes that were held back, with the usage event's fingerprint."""
         found, held = _FINGERPRINT.search(data), self.flush()
         if found is None or not held.endswith(_END) or _FINGERPRINT.search(held) is not None:
             return held

@@ -137,7 +137,7 @@ class H1Connection(asyncio.Protocol):
 
     @property
     def quiet(self) -> bool:
-        """Of one that idles: whether it stands as far as one can tell, and nothing is there to be read: the peer's
+        """Whether an idle connection stands as far as one can tell, and nothing is there to be read: the peer's
         close, or bytes that were not asked for."""
         transport = self._transport
         if transport is None or transport.is_closing():
@@ -283,7 +283,7 @@ class H1Connection(asyncio.Protocol):
             self._wake()
 
     def _keep(self, answer: ResponseParser, size: int) -> None:
-        """What came stays here until it is read."""
+        """Bytes that came stay here until they are read."""
         if answer.pieces:
             self._untaken += size
             if self._untaken > _FULL and self._transport is not None and not self._transport.is_closing():
