@@ -9,6 +9,7 @@
     aclose   gives all of it back, whenever it is called: slots, response, hand-over, place in the queue
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -197,7 +198,10 @@ class UpstreamRequest:
             self._failed.leg_served(Leg.DECODE, node.name)
         if self._move is None:  # one that has moved may begin only to break off where it did before
             self._failed.went_on(Leg.DECODE)
-        self.nodes.first_event(node, slot, self.hand_over)
+        if stream:  # learned once the client has its first event
+            asyncio.get_running_loop().call_soon(self.nodes.first_event, node, slot, self.hand_over)
+        else:
+            self.nodes.first_event(node, slot, self.hand_over)
         if span is not None and self.hand_over is not None:
             span.note({"prefill_node": self.hand_over.node.name})
         self.record.answer_began(Route.LOCAL if self.hand_over is None else Route.DISAGGREGATED, node.cohort)

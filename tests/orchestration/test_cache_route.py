@@ -24,6 +24,7 @@ from tests.fakes.fake_model import tokenize
 from tests.fakes.faults import FaultKind, InjectedFault
 from tests.fakes.prompt_cache import PromptCache
 from tests.orchestration.cluster import FakeCluster, Got
+from tests.orchestration.prompts import body_for
 
 SYSTEM = " ".join(f"rule{number}" for number in range(300))
 
@@ -279,6 +280,18 @@ async def test_rates_are_learned_from_the_tokens_that_were_computed() -> None:
     assert works == {Work.PREFILL: 2, Work.HAND_OVER: 2}
     computed = [tokens for work, tokens in cluster.steady.seen if work is Work.PREFILL]
     assert computed[0] > 300 > computed[1]
+
+
+async def test_the_first_event_of_a_stream_does_not_wait_for_what_is_learned_from_it() -> None:
+    cluster = CachingCluster()
+    reply = await cluster.orchestrator.answer(cluster.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True)))
+    assert not isinstance(reply.body, bytes)
+    assert await reply.body.read()
+    assert {work for work, _ in cluster.steady.seen} == {Work.PREFILL}
+    await asyncio.sleep(0)
+    assert {work for work, _ in cluster.steady.seen} == {Work.PREFILL, Work.HAND_OVER}
+    await reply.body.aclose()
+    await cluster.settle()
 
 
 async def test_the_time_of_a_whole_answer_tells_nothing_of_how_fast_a_decode_node_is() -> None:
