@@ -278,8 +278,8 @@ Made by `python -m pdproxy.failures` from `pdproxy/failures.py`; a test compares
 
 A kept-alive connection that breaks before the first byte of an answer is no failure: whatever the leg, the request is
 sent once more, on a fresh connection to the same node. That uses no retry, counts against no node, and is counted in
-`pdproxy_resends_total`. The deadlines hold for both tries together. The table is for what comes of the second one: a
-node that has gone meanwhile is *refused*.
+`pdproxy_resends_total`. The deadlines hold for both tries together. The table applies to the second try: a node that
+has gone meanwhile is *refused*.
 
 The first step that is still possible is taken:
 - *another prefill node*: unless the policy is `local`, while `retries` are left; where there is no other, the next.
@@ -298,19 +298,20 @@ The first step that is still possible is taken:
   finish reason. Of its answers on `/v1/messages` the reason to stop is missing, and those on `/v1/responses` are
   `completed` without an output token. An answer of `/v1/responses` in one piece, or a stream without a journal, that is
   aborted after its first token cannot be told from a whole one.
-- A step that finds no node left gives way to the last one of its row.
+- If no node is left for a step, the row's last step applies.
 
-No step leads to a pair of nodes that failed the known-answer test, or whose tickets were of no use
-(`pdproxy_pair_barred`): as if one of them were not there.
+No step leads to a barred pair of nodes (`pdproxy_pair_barred`): one that failed the known-answer test, or whose tickets
+were of no use.
 
-A node that active health gives up is not waited for: where the request can go on elsewhere, its legs there fail at
-once, as `stall`, long before the deadlines named below.
+The proxy does not wait for a node that active health gives up: if the request can go on elsewhere, its legs there fail
+at once, as `stall`, long before the deadlines named below.
 
-The deadline of the whole request ends every one of these (504, or the error event). What a leg held is released.
+The deadline of the whole request ends every one of these (504, or the error event). The proxy then releases all that
+the legs held.
 
-What one node answers by itself (embeddings, tokenize, score, …) has one leg, *forward*: where its node could not be
-reached, another one is asked; after any other fault nobody knows what was done, and the client gets the error. The
-deadlines are those of a decode leg. The node's answer is passed on whatever its status.
+Requests that one node answers by itself (embeddings, tokenize, score, …) have one leg, *forward*. If the node could not
+be reached, the proxy asks another one. After any other fault nobody knows what was done, and the client gets the error.
+The deadlines are those of a decode leg. The node's answer is passed on whatever its status.
 
 A request can cause most faults on a healthy node. Such a fault counts in full once another node has served the request,
 and by half if none does; how many of them in a row take a node out depends on its peers, and one request takes out at

@@ -84,7 +84,7 @@ class CachedPrompts:
             prefill = pool.view(f"prefill-{number}").lightest
             book.computed(Work.PREFILL, prefill, TOKENS, number, number + seconds)
             book.prefilled(prefill, 1, seconds, number, number + seconds)
-            book.took(Work.HAND_OVER, pool.view(f"decode-{number}").lightest, TOKENS, 0.02)
+            book.learn(Work.HAND_OVER, pool.view(f"decode-{number}").lightest, TOKENS, 0.02)
         self._needs = [self._one(turn, half) for turn in range(2 * half + 1)]
 
     def __call__(self, turn: int) -> PlanInput:

@@ -190,7 +190,7 @@ class Simulation:
         yield seconds
         place = self.pool.view(chosen.decode.name).lightest
         seconds = place.seconds_alone(began, self.clock.now() + self.fleet.step)
-        self.pool.load.took(Work.HAND_OVER, place, moved, seconds)
+        self.pool.load.learn(Work.HAND_OVER, place, moved, seconds)
 
     def _compute(self, node: Node, slot: Slot, prompt: HashedPrompt, chosen: Plan) -> Iterator[float]:
         """Until the node is done with it, what waits there before it included."""

@@ -92,10 +92,10 @@ async def _list(source: Source) -> tuple[tuple[Node, ...], str]:
         async with asyncio.timeout(LIST_SECONDS):
             found = await source.list()
     except TimeoutError:
-        return (), f"{source.place} cannot be read: no answer within {LIST_SECONDS:g} s"
+        return (), f"{source.where} cannot be read: no answer within {LIST_SECONDS:g} s"
     except DiscoveryError as error:
-        return (), f"{source.place} cannot be read: {error}"
-    return found, "" if found else f"{source.place}: there are no nodes now"
+        return (), f"{source.where} cannot be read: {error}"
+    return found, "" if found else f"{source.where}: there are no nodes now"
 
 
 def _distinct(nodes: Sequence[Node]) -> list[Node]:

@@ -98,7 +98,7 @@ class HandOvers:
         """Clients with names, and when a ticket of each was last of use, in monotonic seconds."""
         self.changed = False
 
-    def used(self, pair: Pair, client: str, now: float) -> None:
+    def ticket_used(self, pair: Pair, client: str, now: float) -> None:
         """The decode node used a ticket."""
         tickets = self._of(pair)
         tickets.last.append(None)
@@ -108,7 +108,7 @@ class HandOvers:
         if tickets.on_trial and len(tickets.last) == LAST:
             tickets.barred, tickets.on_trial = None, False
 
-    def in_vain(self, pair: Pair, source: Source, prompt: str, now: float) -> None:
+    def ticket_in_vain(self, pair: Pair, source: Source, prompt: str, now: float) -> None:
         """The decode node computed the prompt though it had a ticket; ``prompt``: equal for equal prompts, or ""."""
         tickets = self._of(pair)
         ticket = _InVain(source.client, prompt or f"{source.session or source.request}")

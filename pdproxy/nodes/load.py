@@ -266,7 +266,7 @@ class Load:
     def computed(self, work: Work, place: PlaceLoad, tokens: int, began: float, now: float) -> float:
         """A place has computed so many tokens that were given to it then: the seconds that it took. Monotonic time."""
         seconds = place.end_prompt(began, now)
-        self.took(work, place, tokens, seconds)
+        self.learn(work, place, tokens, seconds)
         return seconds
 
     def prefilled(self, place: PlaceLoad, ranks: int, seconds: float, arrived: float, now: float) -> None:
@@ -274,7 +274,7 @@ class Load:
         self._count_busy(place, seconds / ranks, now)
         self.demand.prefilled(arrived, seconds / ranks, now)
 
-    def took(self, work: Work, place: PlaceLoad, tokens: int, seconds: float) -> None:
+    def learn(self, work: Work, place: PlaceLoad, tokens: int, seconds: float) -> None:
         """A work of so many tokens took a place so many seconds."""
         line, samples = self._lines[work], self._samples[work]
         seconds = min(seconds, MOST_TIMES * line.pace.seconds(tokens) * _FACTOR[work](place))

@@ -192,7 +192,7 @@ class Slot:
         """The place has read so many tokens of a prompt from a prefill node, since that monotonic second. How fast it
         does that is learned. ``instead``: it could have computed the prompt itself."""
         if self._entry is not None and not self._entry.left:
-            self._book.took(Work.HAND_OVER, self._place, tokens, self._place.seconds_alone(since, self._clock.now()))
+            self._book.learn(Work.HAND_OVER, self._place, tokens, self._place.seconds_alone(since, self._clock.now()))
             if instead:
                 self._book.passed_over(Work.LOCAL, self._place)
 

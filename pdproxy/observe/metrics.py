@@ -241,7 +241,7 @@ class Metrics:
         """Count a request that the operators' port refused."""
         self._operator_refusals.labels(reason).inc()
 
-    def used(self, model: str, key: str, usage: Usage) -> None:
+    def add_tokens(self, model: str, key: str, usage: Usage) -> None:
         """Add the tokens of a leg, as its node reports them, to those of its model and of its API key; counts that are
         not positive add nothing."""
         of_model, of_key = self._tokens_of(self.models.label(model)), self.keys.tokens_of(key)

@@ -108,7 +108,7 @@ class LegSpan:
         """Further facts about the leg; their names get a prefix."""
         self.span.set_attributes({f"pdproxy.{name}": value for name, value in facts.items()})
 
-    def used(self, usage: Usage) -> None:
+    def set_usage(self, usage: Usage) -> None:
         """The tokens that the node reports of this leg."""
         self.span.set_attributes(usage_attributes(usage))
 

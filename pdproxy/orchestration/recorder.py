@@ -154,7 +154,7 @@ class Recorder:
         """Tell of the tokens of all decode legs: metrics, the account of the key, what is known of answers."""
         for prompt in record.prompts:
             for usage, route in prompt.usages:
-                self._metrics.used(record.model, record.key, usage)
+                self._metrics.add_tokens(record.model, record.key, usage)
                 record.request.on_usage(usage.prompt or 0, usage.completion or 0)
                 if route is not None:
                     self._in_flight.count_usage(record.model, route, usage, record.choices)

@@ -102,7 +102,7 @@ class Admission(Queued):
             self.waited = True
             await self._queue.wait(self, lane(), start)
 
-    def used(self, tokens: int) -> None:
+    def correct_cost(self, tokens: int) -> None:
         """The prompt has cost so many tokens, of prompt and answers. One that did not wait was not charged at all."""
         if self.waited:
             self._queue.correct(self, tokens)

@@ -149,7 +149,7 @@ class UpstreamRequest:
             raise
         else:
             if span is not None:
-                span.used(Usage(answer.prompt_tokens, None, answer.cached_tokens))
+                span.set_usage(Usage(answer.prompt_tokens, None, answer.cached_tokens))
         finally:
             if slot.takes_room:
                 slot.end_leg()  # until the ticket is read, or given up, its blocks are held
@@ -415,8 +415,8 @@ class UpstreamRequest:
     def record_usage(self, usage: Usage) -> None:
         """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt."""
         if self._span is not None:
-            self._span.used(usage)
-        self.nodes.admission.used((usage.prompt or 0) + (usage.completion or 0))
+            self._span.set_usage(usage)
+        self.nodes.admission.correct_cost((usage.prompt or 0) + (usage.completion or 0))
         if self.resumed:
             self.record.leg_used(msgspec.structs.replace(usage, cached=None), None)
             return
@@ -456,10 +456,10 @@ class UpstreamRequest:
             return  # the decode node computes all of it, with a good ticket too
         request, pair, now = asked.request, (hand_over.node.name, node.name), self._context.clock.now()
         if not self.recomputed:
-            self._context.pool.hand_overs.used(pair, request.api_key, now)
+            self._context.pool.hand_overs.ticket_used(pair, request.api_key, now)
         elif _depends_on_pair(asked, node):
             source = Source(request.request_id, request.api_key, request.session)
-            self._context.pool.hand_overs.in_vain(pair, source, prompt_digest(hand_over.answer.ticket), now)
+            self._context.pool.hand_overs.ticket_in_vain(pair, source, prompt_digest(hand_over.answer.ticket), now)
 
     def _record_pace(self, usage: Usage) -> None:
         """How quickly the tokens of a stream came that ran on one node from its first token to its last."""

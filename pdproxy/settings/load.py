@@ -58,7 +58,7 @@ def _message(error: ErrorDetails, sources: Sequence[SettingsSource]) -> str:
     setting = location[:-1] if kind == "missing" else location[: 3 if location[0] == "nodes" else 2]
     source, written, value = _origin(setting, sources)
     whole = (*written, *location[len(written) :])
-    place = source.place(whole if location[0] == "nodes" else location[:2])  # of a list, not of what is in it
+    place = source.where(whole if location[0] == "nodes" else location[:2])  # of a list, not of what is in it
     return f"{place}: {_complaint(error, value)}"
 
 

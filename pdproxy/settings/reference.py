@@ -88,6 +88,8 @@ def _default(row: Setting) -> str:
         return "none"
     if isinstance(value, enum.StrEnum):
         return f"`{value.value}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(value)}]`"
     if unit_of(row.field) == "bytes":
         return f"`{value >> 20}MiB`" if value % 2**20 == 0 else f"`{value >> 10}KiB`"
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"

@@ -57,7 +57,7 @@ class EnvironmentSource(EnvSettingsSource):
         """The values, with the nodes."""
         return super().__call__() | _with_nodes(self._nodes)
 
-    def place(self, location: Location) -> str:
+    def where(self, location: Location) -> str:
         """A place like ``PDPROXY_LOG_LEVEL``."""
         return _node_origin(location, self._nodes) or PREFIX + "_".join(map(str, location)).upper()
 
@@ -78,7 +78,7 @@ class FlagSource(InitSettingsSource):
         ]
         super().__init__(Settings, values | _with_nodes(self._nodes))
 
-    def place(self, location: Location) -> str:
+    def where(self, location: Location) -> str:
         """A place like ``--log-level``."""
         return _node_origin(location, self._nodes) or "--" + "-".join(map(str, location)).replace("_", "-")
 
@@ -93,7 +93,7 @@ class SettingsSource(Protocol):
     def __call__(self) -> dict[str, Any]:
         """The values that it gives, by section."""
 
-    def place(self, location: Location) -> str:
+    def where(self, location: Location) -> str:
         """Where a value stands, in words."""
 
 

@@ -34,10 +34,10 @@ class YamlSource(InitSettingsSource):
             raise SettingsError(f"the file {path}: the file must map names to values, not be {values!r}.")
         values = {name: value for name, value in values.items() if value is not None}
         odd = [name for name in sections() if not isinstance(values.get(name, {}), dict)]
-        self.faults = [f"{self.place((n,))}: {n} must map names to values, not be {values.pop(n)!r}." for n in odd]
+        self.faults = [f"{self.where((n,))}: {n} must map names to values, not be {values.pop(n)!r}." for n in odd]
         super().__init__(Settings, values)
 
-    def place(self, location: Location) -> str:
+    def where(self, location: Location) -> str:
         """A place like ``the file a.yaml, line 3, nodes[0]``."""
         node = f", nodes[{location[1]}]" if location[0] == "nodes" and len(location) > 1 else ""
         return f"the file {self._path}, line {_line(self._root, location)}{node}"

@@ -135,7 +135,7 @@ async def test_a_node_that_takes_longer_to_render_than_to_compute_is_not_asked()
     assert await waiting is not None
     assert await world.source.look_up(request("word " * 10)) is None, "12 tokens take 12 ms"
     for _ in range(50):
-        world.pool.load.took(Work.PREFILL, world.pool.view("p0").lightest, 100, 1.0)
+        world.pool.load.learn(Work.PREFILL, world.pool.view("p0").lightest, 100, 1.0)
     assert await world.source.look_up(request("word " * 10)) is not None
 
 

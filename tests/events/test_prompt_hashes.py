@@ -40,7 +40,7 @@ class Talks(World):
         super().__init__()
         self.numbers = itertools.count()
         for _ in range(50):
-            self.pool.load.took(Work.PREFILL, self.pool.view("p0").lightest, FIRST, FIRST / 1000)
+            self.pool.load.learn(Work.PREFILL, self.pool.view("p0").lightest, FIRST, FIRST / 1000)
         self.both = CombinedSource(self.source, self.texts)
         for name in self.infos:
             self.tell(name, stored(1, group=ATTENTION), stored(1, group=STATE, kind="mamba"))

@@ -23,11 +23,11 @@ class Seen:
         for _ in range(times):
             self.requests += 1
             source, name = Source(f"r-{self.requests}", client), f"prompt {self.requests}" if prompt is None else prompt
-            self.hand_overs.in_vain(PAIR, source, name, now)
+            self.hand_overs.ticket_in_vain(PAIR, source, name, now)
 
     def used(self, times: int = 1, client: str = "", now: float = NOW, pair: tuple[str, str] = PAIR) -> None:
         for _ in range(times):
-            self.hand_overs.used(pair, client, now)
+            self.hand_overs.ticket_used(pair, client, now)
 
     def barred(self) -> bool:
         return PAIR in self.hand_overs.bars()
@@ -64,7 +64,7 @@ def test_a_pair_of_which_one_ticket_in_five_is_of_use_is_never_barred(useful: li
 def test_a_prompt_counts_once_and_without_its_digest_a_session_does(seen: Seen) -> None:
     seen.in_vain(500, prompt="one")
     for number in range(500):
-        seen.hand_overs.in_vain(PAIR, Source(f"s-{number}", session=7), "", NOW)
+        seen.hand_overs.ticket_in_vain(PAIR, Source(f"s-{number}", session=7), "", NOW)
     assert not seen.barred()
     seen.in_vain(LAST - 2)
     assert seen.barred()

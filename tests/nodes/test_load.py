@@ -13,7 +13,7 @@ def learned(fixed: float, per_token: float, sizes: list[int], place: PlaceLoad |
     """What a place shows that takes so long."""
     book, place = Load(), place or PlaceLoad()
     for tokens in sizes:
-        book.took(Work.PREFILL, place, tokens, fixed + per_token * tokens)
+        book.learn(Work.PREFILL, place, tokens, fixed + per_token * tokens)
     return book
 
 
@@ -58,24 +58,24 @@ def test_short_rests_of_prompts_do_not_tell_what_a_token_takes() -> None:
 def test_a_place_that_was_slow_for_once_is_not_avoided_for_ever() -> None:
     slow, *others = places(4)
     book = learned(0.01, 1 / 8000, [1500, 1500] * 5, others[0])
-    book.took(Work.PREFILL, slow, 1500, 1.0)
+    book.learn(Work.PREFILL, slow, 1500, 1.0)
     assert slow.prefill > 1.5
     for number in range(300):
-        book.took(Work.PREFILL, others[number % 3], 1500, 0.2)
+        book.learn(Work.PREFILL, others[number % 3], 1500, 0.2)
     assert slow.prefill == pytest.approx(1.0, abs=0.05)
 
 
 def test_a_place_that_works_is_known_as_before_whatever_others_do() -> None:
     book, four = Load(), places(4)
     for number in range(400):
-        book.took(Work.PREFILL, four[number % 4], 1500, 0.2 if number % 4 else 0.8)
+        book.learn(Work.PREFILL, four[number % 4], 1500, 0.2 if number % 4 else 0.8)
     assert four[0].prefill / four[1].prefill == pytest.approx(4, rel=0.15)
 
 
 def test_a_way_that_was_slow_for_once_is_not_avoided_for_ever() -> None:
     book, place = Load(), PlaceLoad()
     for _ in range(3):
-        book.took(Work.LOCAL, place, 25, 0.5)
+        book.learn(Work.LOCAL, place, 25, 0.5)
     before = book.pace_at(Work.LOCAL, place).seconds(25)
     for _ in range(100):
         book.passed_over(Work.LOCAL, place)
@@ -100,8 +100,8 @@ def test_a_place_without_samples_is_as_fast_as_all_that_do_such_work_and_as_no_o
 def test_a_slow_place_is_told_from_a_quick_one() -> None:
     book, (quick, slow) = Load(), places(2)
     for _ in range(30):
-        book.took(Work.PREFILL, quick, 2000, 0.2)
-        book.took(Work.PREFILL, slow, 2000, 0.8)
+        book.learn(Work.PREFILL, quick, 2000, 0.2)
+        book.learn(Work.PREFILL, slow, 2000, 0.8)
     assert quick.prefill < 0.6
     assert slow.prefill > 1.4
     assert book.least_factor(Work.PREFILL) == quick.prefill
@@ -112,7 +112,7 @@ def test_one_stall_does_not_make_a_place_slow() -> None:
     place = PlaceLoad()
     book = learned(0, 1 / 8000, [2000] * 30, place)
     before = book.pace_at(Work.PREFILL, place).seconds(2000)
-    book.took(Work.PREFILL, place, 2000, 600.0)
+    book.learn(Work.PREFILL, place, 2000, 600.0)
     assert book.pace_at(Work.PREFILL, place).seconds(2000) < 2 * before
 
 
@@ -127,28 +127,28 @@ def test_the_time_for_which_a_prompt_waits_for_another_is_not_its_own() -> None:
 def test_what_a_decode_place_computes_itself_is_no_part_of_how_long_it_reads() -> None:
     book, (place, other) = Load(), places(2)
     for second in range(40):
-        book.took(Work.HAND_OVER, other, 1000, other.seconds_alone(second, second + 0.04))
+        book.learn(Work.HAND_OVER, other, 1000, other.seconds_alone(second, second + 0.04))
         book.computed(Work.LOCAL, place, 2000, second, second + 0.25)
-        book.took(Work.HAND_OVER, place, 1000, place.seconds_alone(second + 0.1, second + 0.29))
+        book.learn(Work.HAND_OVER, place, 1000, place.seconds_alone(second + 0.1, second + 0.29))
     assert place.hand_over == pytest.approx(1.0, abs=0.1)
 
 
 def test_places_that_left_are_forgotten_at_once() -> None:
     book, (left, stays) = Load(), places(2)
     for place in (left, stays):
-        book.took(Work.PREFILL, place, 1500, 1.0)
+        book.learn(Work.PREFILL, place, 1500, 1.0)
     book.forget(left)
     for _ in range(300):
-        book.took(Work.PREFILL, stays, 1500, 0.2)
+        book.learn(Work.PREFILL, stays, 1500, 0.2)
     assert stays.prefill == pytest.approx(1.0, abs=0.05)
     assert list(book._samples[Work.PREFILL]) == list(book._worked) == [stays]
 
 
 def test_a_place_that_is_avoided_is_as_any_other_in_the_end() -> None:
     book, (avoided, chosen) = Load(), places(2)
-    book.took(Work.PREFILL, avoided, 1500, 1.0)
+    book.learn(Work.PREFILL, avoided, 1500, 1.0)
     for _ in range(300):
-        book.took(Work.PREFILL, chosen, 1500, 0.2)
+        book.learn(Work.PREFILL, chosen, 1500, 0.2)
     assert avoided.prefill == 1.0
     assert list(book._samples[Work.PREFILL]) == [chosen]
 
@@ -156,7 +156,7 @@ def test_a_place_that_is_avoided_is_as_any_other_in_the_end() -> None:
 def test_what_places_did_lately_weighs_more_than_what_they_did_long_ago() -> None:
     book, (early, late) = Load(), places(2)
     for number in range(40_000):
-        book.took(Work.PREFILL, early if number < 39_000 else late, 100, 0.01)
+        book.learn(Work.PREFILL, early if number < 39_000 else late, 100, 0.01)
     assert 0 <= early.recent < 0.01 * late.recent < float("inf")
 
 
@@ -164,7 +164,7 @@ def test_what_places_did_lately_weighs_more_than_what_they_did_long_ago() -> Non
 def test_whatever_is_seen_a_pace_is_positive_and_finite(samples: list[tuple[int, float]]) -> None:
     book, place = Load(), PlaceLoad()
     for tokens, seconds in samples:
-        book.took(Work.PREFILL, place, tokens, seconds)
+        book.learn(Work.PREFILL, place, tokens, seconds)
     for pace in (book.pace_at(Work.PREFILL, place), book.pace(Work.PREFILL)):
         assert LEAST_PER_TOKEN / 50 <= pace.per_token <= MOST_PER_TOKEN * 50
         assert 0 < pace.fixed < 1000

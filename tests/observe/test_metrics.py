@@ -54,7 +54,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.watch_requests(lambda: active[0], lambda: 3)
     metrics.watch_bodies(lambda: 700)
     metrics.rejected(Word.ONE, "k")
-    metrics.used("m", "k", Usage(None, None, 512))
+    metrics.add_tokens("m", "k", Usage(None, None, 512))
     metrics.watch_prefill("idle", lambda: 0)
     metrics.watch_prefill("m", lambda: 300)
     metrics.watch_node("n", Word.ONE, lambda: 2)
@@ -142,7 +142,7 @@ def test_a_node_that_comes_back_is_counted_anew(metrics: Metrics, registry: Coll
 
 
 def test_tokens_never_count_backwards(metrics: Metrics, registry: CollectorRegistry) -> None:
-    metrics.used("m", "k", Usage(-5, -1, None))
+    metrics.add_tokens("m", "k", Usage(-5, -1, None))
     assert registry.get_sample_value("pdproxy_tokens_total", {"kind": "prompt", "model": "other"}) == 0
 
 

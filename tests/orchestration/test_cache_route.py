@@ -37,7 +37,7 @@ class SteadyLoad(Load):
         self.seen: list[tuple[Work, int]] = []
         self.avoided = 0
 
-    def took(self, work: Work, place: PlaceLoad, tokens: int, seconds: float) -> None:
+    def learn(self, work: Work, place: PlaceLoad, tokens: int, seconds: float) -> None:
         self.seen.append((work, tokens))
 
     def passed_over(self, work: Work, place: PlaceLoad) -> None:

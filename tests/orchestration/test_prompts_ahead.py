@@ -32,7 +32,7 @@ class OneNode:
         """It has computed prompts of all sizes: its speed is known."""
         for _ in range(100):
             for tokens in (10, 100, 1000, 4000):
-                self._book.took(Work.PREFILL, self._place, tokens, tokens / 1000)
+                self._book.learn(Work.PREFILL, self._place, tokens, tokens / 1000)
         self.ask("first", "earlier", answer=0.0)
         await asyncio.sleep(2 * PRESENT_SECONDS)
         self._since = self._clock.now()

@@ -196,7 +196,7 @@ async def test_prompts_cost_what_they_took_once_that_is_known() -> None:
         await setup.start(name, of(name[0]))
     await setup.end("x")
     assert setup.entered[-1] == "a1"
-    setup.admissions["a1"].used(25)
+    setup.admissions["a1"].correct_cost(25)
     await setup.end("a1", "b1")
     assert setup.entered[-1] == "b2", "a's next one has to wait for longer"
     await setup.end("b2", "b3")
@@ -295,7 +295,7 @@ async def test_what_a_prompt_really_cost_does_not_change_what_counts_as_running(
     for name in ("stays", "goes", "waits"):
         await setup.start(name)
     await setup.end("goes")
-    setup.admissions["waits"].used(10_000)
+    setup.admissions["waits"].correct_cost(10_000)
     await setup.end("waits")
     assert setup.queue._shares._total == setup.admissions["stays"].began_with
     await setup.end("stays")

@@ -79,7 +79,7 @@ def test_attention_without_a_state_is_no_use_to_a_hybrid_prefill_node() -> None:
 def test_a_decode_node_with_a_ticket_needs_attention_alone() -> None:
     book, slow = Load(), view("d1")
     for _ in range(20):
-        book.took(Work.HAND_OVER, slow.lightest, 1000, 0.5)
+        book.learn(Work.HAND_OVER, slow.lightest, 1000, 0.5)
     made = make(view("p1"), slow, view("d2"), hits={"d2": (3584, 0)}, book=book)
     assert names(made)[1] == "d2"
 
@@ -121,7 +121,7 @@ def test_where_nothing_is_cached_idle_nodes_take_turns_and_busy_ones_wait() -> N
 def test_of_idle_nodes_the_one_that_did_least_lately_gets_a_new_prompt() -> None:
     book, views = Load(), [view(name) for name in ("p1", "p2", "p3", "d1")]
     for each, tokens in zip(views, (3000, 1000, 2000), strict=False):
-        book.took(Work.PREFILL, each.lightest, tokens, 0.01 + tokens / 8000)
+        book.learn(Work.PREFILL, each.lightest, tokens, 0.01 + tokens / 8000)
     assert {names(make(*views, hits={}, book=book, turn=turn))[0] for turn in range(6)} == {"p2"}
 
 
@@ -174,8 +174,8 @@ def test_a_prompt_that_no_place_has_cached_goes_by_queues_alone() -> None:
 def test_a_quick_node_gets_more() -> None:
     book, slow, quick = Load(), view("p1"), view("p2", 4000)
     for _ in range(30):
-        book.took(Work.PREFILL, slow.lightest, 2000, 1.0)
-        book.took(Work.PREFILL, quick.lightest, 2000, 0.2)
+        book.learn(Work.PREFILL, slow.lightest, 2000, 1.0)
+        book.learn(Work.PREFILL, quick.lightest, 2000, 0.2)
     assert names(make(slow, quick, view("d1"), hits={}, book=book))[0] == "p2"
 
 
@@ -277,8 +277,8 @@ def test_the_first_turn_that_a_decode_node_computes_has_a_part_of_the_budget(tok
 def test_a_node_that_has_nothing_is_compared_where_it_is_quick_or_heavy_enough(weight: float) -> None:
     book, views = Load(), (view("p1"), view("p2", weight=weight), view("d1"))
     for _ in range(30 if weight == 1 else 0):
-        book.took(Work.PREFILL, views[0].lightest, 2000, 1.6)
-        book.took(Work.PREFILL, views[1].lightest, 2000, 0.05)
+        book.learn(Work.PREFILL, views[0].lightest, 2000, 1.6)
+        book.learn(Work.PREFILL, views[1].lightest, 2000, 0.05)
     assert names(make(*views, hits={"p1": (1280, 1280)}, book=book))[0] == "p2"
 
 

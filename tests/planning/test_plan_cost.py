@@ -121,7 +121,7 @@ def comparisons(draw: st.DrawFn) -> Comparison:
     names, seconds = st.sampled_from([view.name for view in views]), st.floats(0.001, 0.1)
     learning = st.tuples(st.sampled_from(views), st.sampled_from(Work), seconds)
     for learned, work, took in draw(st.lists(learning, max_size=8)):
-        book.took(work, learned.lightest, tokens, took)
+        book.learn(work, learned.lightest, tokens, took)
         book.prefilled(learned.lightest, 1, took, 1.0, 1.0 + took)
     cached = draw(st.dictionaries(names, st.integers(1, tokens), max_size=4))
     hits = {Place(name): Hit(part, draw(st.integers(0, part))) for name, part in cached.items()}

@@ -115,3 +115,9 @@ def test_what_the_proxy_refuses_the_schema_refuses(tmp_path: Path, text: str) ->
     with pytest.raises(SettingsError):
         load(config=path)
     assert not valid(text)
+
+
+def test_defaults_stand_as_they_are_written_in_a_file() -> None:
+    page = (Path(__file__).parents[2] / "docs/settings.md").read_text(encoding="utf-8")
+    assert "`[prefill, decode]`" in page
+    assert "<" not in "".join(line.split("|")[3] for line in page.splitlines() if line.count("|") == 5)

@@ -111,14 +111,14 @@ class DnsSource:
         self._interval = interval
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """See `Source`."""
         return f"the name {self._name}"
 
     def watch(self) -> AsyncGenerator[Nodes, None]:
         """See `Source`. A name without records keeps its last nodes: a name server that lost its data looks like a
         service with no ready node, and active health tells the two apart."""
-        return poll(self.place, self._list_some, self._clock, self._interval)
+        return poll(self.where, self._list_some, self._clock, self._interval)
 
     async def list(self) -> Nodes:
         """See `Source`."""

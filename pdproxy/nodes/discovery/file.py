@@ -41,13 +41,13 @@ class FileSource:
         self._roles = roles
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """See `Source`."""
         return f"the file {self._path}"
 
     def watch(self) -> AsyncGenerator[Nodes, None]:
         """See `Source`. A file that cannot be used, perhaps half written, changes nothing."""
-        return poll(self.place, self.list, self._clock, self._interval, logging.ERROR)
+        return poll(self.where, self.list, self._clock, self._interval, logging.ERROR)
 
     async def list(self) -> Nodes:
         """See `Source`."""

@@ -92,7 +92,7 @@ class KubernetesSource:
         self._labels: LabelSelector = {query.selector: None}
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """See `Source`."""
         return f"EndpointSlices {self._query.selector} in {self._query.namespace}"
 
@@ -120,7 +120,7 @@ class KubernetesSource:
                 self._transport.back_off()
                 if _must_list(error):
                     self._slices.version = ""
-                _LOG.warning("watching %s: %s", self.place, _sentence(error))
+                _LOG.warning("watching %s: %s", self.where, _sentence(error))
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -32,7 +32,7 @@ class Source(Protocol):
     """A list of nodes that come and go."""
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """Where the list is, in words for an operator: "the file nodes.yaml"."""
         ...
 
@@ -84,7 +84,7 @@ def one_for_each_url(nodes: Iterable[Node]) -> Nodes:
 
 
 async def poll(
-    place: str,
+    where: str,
     list_nodes: Callable[[], Awaitable[Nodes]],
     clock: Clock,
     interval: float,
@@ -93,7 +93,7 @@ async def poll(
     """`Source.watch` for what can only be listed again and again.
 
     Args:
-        place: see `Source.place`.
+        where: see `Source.where`.
         list_nodes: raises `DiscoveryError` where the last list shall hold; logged once as long as the reason stays.
         interval: seconds between two lists.
         level: that errors are logged with.
@@ -105,7 +105,7 @@ async def poll(
             nodes = await list_nodes()
         except DiscoveryError as error:
             if str(error) != logged:
-                _LOG.log(level, "the nodes of %s stay as they were: %s", place, error)
+                _LOG.log(level, "the nodes of %s stay as they were: %s", where, error)
             logged = str(error)
         else:
             logged = ""

@@ -21,7 +21,7 @@ ONE, TWO = TEMPLATE.node("d1", 8000), TEMPLATE.node("d2", 8000)
 class FakeSource:
     """A source whose lists a test puts in."""
 
-    place = "a test"
+    where = "a test"
 
     def __init__(self) -> None:
         self.shown: asyncio.Queue[tuple[Node, ...]] = asyncio.Queue()
