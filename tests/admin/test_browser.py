@@ -59,6 +59,7 @@ def look(chromium_url: str) -> Look:
 
 async def test_nodes_and_a_request_on_the_way_are_shown(look: Look) -> None:
     cluster = FakeCluster(prefills=1, decodes=2)
+    await cluster.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-before")
     cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
     await cluster.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-moved")
     cluster.pool.add(Node(HOSTILE, "http://x", (Role.PREFILL,)))
@@ -73,7 +74,7 @@ async def test_nodes_and_a_request_on_the_way_are_shown(look: Look) -> None:
     nodes, requests = text_of(page, "nodes"), text_of(page, "requests")
     assert "p0 prefill ● up" in nodes
     assert "○ joining" in nodes
-    assert "not known 1 serve, 1 more 2 serve ● complete 3 100.0 %" in text_of(page, "cohorts")
+    assert "not known 1 serve, 1 more 2 serve ● complete 4 100.0 %" in text_of(page, "cohorts")
     assert "&lt;img src=x onerror=alert(1)&gt;" in nodes
     assert re.search(r"req-here · tiny · /v1/chat/completions · p0 → d\d .*decode 2\.5 s; now: decode", requests)
     assert "req-moved" not in requests
@@ -99,7 +100,7 @@ async def test_an_incident_is_answered_at_a_glance(look: Look) -> None:
     assert re.fullmatch(r"\d\d:\d\d( [AP]M)?, 3 min ago", text_of(page, "since"))
     hit = "none of 1 requests in 5 minutes; 1 leg failed, and others took over"
     assert text_of(page, "hit") == hit
-    assert re.fullmatch(r"d0 has been (down|probing) for 3 min \(last fault: reset\)\.", text_of(page, "what"))
+    assert re.fullmatch(r"d0 has been (down|probing) for 3 min \(last fault: refused; legs failed in a row: \d\)\.", text_of(page, "what"))
 
 
 async def test_the_first_line_is_about_hand_overs(look: Look) -> None:
