@@ -100,7 +100,10 @@ async def test_an_incident_is_answered_at_a_glance(look: Look) -> None:
     assert re.fullmatch(r"\d\d:\d\d( [AP]M)?, 3 min ago", text_of(page, "since"))
     hit = "none of 1 requests in 5 minutes; 1 leg failed, and others took over"
     assert text_of(page, "hit") == hit
-    assert re.fullmatch(r"d0 has been (down|probing) for 3 min \(last fault: refused; legs failed in a row: \d\)\.", text_of(page, "what"))
+    assert re.fullmatch(
+        r"d0 has been (down|probing) for 3 min \(last fault: refused; legs failed in a row: \d\)\.",
+        text_of(page, "what"),
+    )
 
 
 async def test_the_first_line_is_about_hand_overs(look: Look) -> None:
