@@ -70,7 +70,8 @@ def test_of_two_roles_the_one_with_more_ranks_decides(helm: Engine) -> None:
 @pytest.mark.parametrize(("http", "others"), [(1, [2, 65535]), (65535, [1, 65534])])
 def test_machines_of_one_node_have_all_other_ports_wherever_http_is(helm: Engine, http: int, others: list[int]) -> None:
     group = {"hosts": 2, "parallel": {"tensor": 2}, "gpus": {"count": 1}}
-    manifests = helm.manifests({"nodes": {"httpPort": http}, "prefill": group, "decode": group})
+    shared = {"storage": {"kind": "claim"}}
+    manifests = helm.manifests({"nodes": {"httpPort": http}, "prefill": group, "decode": group, "model": shared})
     assert through(manifests, http) == FROM_THE_PROXY
     assert all(through(manifests, port) == {("prefill", "prefill"), ("decode", "decode")} for port in others)
     for rule in (each for policy in manifests.of("NetworkPolicy") for each in policy["spec"]["ingress"]):

@@ -158,10 +158,26 @@ def test_a_leader_worker_set_takes_annotations(rendered: Rendered) -> None:
     assert group["metadata"]["annotations"] == {key: "topology.kubernetes.io/block"}
 
 
+def test_what_a_node_fetched_and_compiled_outlives_its_pod(helm: Engine) -> None:
+    """By default: in a volume of its own, which any storage class can make."""
+    for role in ROLES:
+        stateful = helm.manifests({}).one("StatefulSet", f"-{role}")["spec"]
+        [claim] = stateful["volumeClaimTemplates"]
+        assert (claim["metadata"]["name"], claim["spec"]["accessModes"]) == ("models", ["ReadWriteOnce"])
+        mounted = only_container(helm.manifests({}).node(role))["volumeMounts"]
+        kept = {each["mountPath"]: each.get("subPath") for each in mounted if each["name"] == "models"}
+        assert kept == {"/models": None, "/compile-cache": f"pdproxy-compile-cache/{role}"}
+
+
+def test_a_volume_that_all_nodes_mount_can_be_mounted_by_all(helm: Engine) -> None:
+    claim = helm.manifests({"model": {"storage": {"kind": "claim"}}}).one("PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
 @pytest.mark.parametrize(
     ("cache", "found"),
     [
-        ({}, {"emptyDir": {}}),
+        ({"kind": "emptyDir"}, {"emptyDir": {}}),
         ({"kind": "hostPath", "hostPath": "/srv"}, {"hostPath": {"path": "/srv", "type": "DirectoryOrCreate"}}),
         ({"kind": "existingClaim", "existingClaim": "c"}, {"persistentVolumeClaim": {"claimName": "c"}}),
     ],

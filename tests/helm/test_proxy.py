@@ -65,7 +65,8 @@ def test_nodes_that_are_to_go_name_the_operators_port_as_it_is_known(
 ) -> None:
     upgrade = {"strategy": strategy}
     known = KnownHosts(loaded(helm.manifests({}), tmp_path).listen)
-    nodes = {"nodes": {"upgrade": upgrade | ({"proxy": "demo-pdproxy"} if strategy == "blueGreen" else {})}}
+    upgrade |= {"proxy": "demo-pdproxy"} if strategy == "blueGreen" else {}
+    nodes = {"nodes": {"upgrade": upgrade}, "model": {"storage": {"kind": "claim"}}}
     release = "demo" if strategy == "surge" else "blue"
     for role in ("prefill", "decode"):
         pre_stop = only_container(helm.manifests(nodes, release=release).node(role))["lifecycle"]["preStop"]["exec"]

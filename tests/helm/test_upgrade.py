@@ -44,6 +44,7 @@ def test_neither_another_chart_nor_another_proxy_changes_a_byte_of_the_nodes_pod
 ) -> None:
     of_nodes = {"proxy": "demo-pdproxy"} if strategy == "blueGreen" else {}
     values: dict[str, Any] = {"nodes": {"upgrade": {"strategy": strategy, **of_nodes}}}
+    values["model"] = {"storage": {"kind": "claim"}}
     before = helm.manifests(values, release="nodes")
     for after in (
         later.manifests(values, release="nodes"),

@@ -12,7 +12,8 @@ from tests.helm.policies import Pod, allowed
 from tests.helm.settings import loaded, pod_of
 
 ROLES = ("prefill", "decode")
-SURGE: dict[str, Any] = {"nodes": {"upgrade": {"strategy": "surge"}}}
+SHARED = {"storage": {"kind": "claim"}}
+SURGE: dict[str, Any] = {"nodes": {"upgrade": {"strategy": "surge"}}, "model": SHARED}
 PROXY: dict[str, Any] = {"nodes": {"upgrade": {"strategy": "blueGreen"}}}
 NODES: dict[str, Any] = {"nodes": {"upgrade": {"strategy": "blueGreen", "proxy": "demo-pdproxy"}}}
 OPERATORS, HTTP, SIDE_CHANNEL = 8081, 8000, 5600
@@ -66,7 +67,7 @@ def test_an_old_node_asks_the_proxy_whether_it_may_go(surge: Manifests, role: st
 
 
 def test_the_wait_can_be_said(helm: Engine) -> None:
-    said = {"nodes": {"upgrade": {"strategy": "surge", "maxSurge": 2, "waitSeconds": 90}}}
+    said = {"nodes": {"upgrade": {"strategy": "surge", "maxSurge": 2, "waitSeconds": 90}}, "model": SHARED}
     manifests = helm.manifests(said)
     assert stop_command(manifests.node("decode"))[-2:] == ["90", "15"]
     assert manifests.node("decode")["spec"]["terminationGracePeriodSeconds"] == 90 + 15 + 60 + 30
@@ -157,7 +158,10 @@ def test_weights_under_the_same_path_are_told_apart_by_a_word(helm: Engine, rend
     [
         ({**SURGE, "discovery": {"kind": "dns"}}, "which needs discovery.kind kubernetes"),
         ({**SURGE, "model": {"storage": {"kind": "claimPerPod"}}}, "whose pods have no volumes of their own"),
-        ({"nodes": {**SURGE["nodes"], "compileCache": {"kind": "claimPerPod"}}}, "nodes.compileCache.kind claimPerPod"),
+        (
+            {**SURGE, "nodes": {**SURGE["nodes"], "compileCache": {"kind": "claimPerPod"}}},
+            "nodes.compileCache.kind claim",
+        ),
         ({**SURGE, "decode": {"hosts": 2, "parallel": {"tensor": 2}}}, "decode.hosts is above 1: use blueGreen"),
         ({"nodes": {"upgrade": {"proxy": "x"}}}, "nodes.upgrade.proxy is for nodes.upgrade.strategy blueGreen"),
         ({**NODES, "fullnameOverride": "demo-pdproxy"}, "is this release's own name"),

@@ -49,7 +49,7 @@ REFUSED = [
     ("extraObjects: [{kind: ConfigMap}]", "at '/extraObjects/0': missing properties"),
     ("model: {revision: 'a b'}", "at '/model/revision': value must be 'a commit, branch or tag, without blanks'"),
     # by what does not go together
-    ("model: {download: {enabled: true}}", "model.storage.kind is emptyDir: use claim or existingClaim"),
+    ("model: {download: {enabled: true}}", "model.storage.kind is claimPerPod: use claim or existingClaim"),
     (
         "model: {name: /models/x, storage: {kind: claim}, download: {enabled: true}}",
         "model.name is the path /models/x, which nobody can fetch",
@@ -61,7 +61,7 @@ REFUSED = [
         "nodes.compileCache.mountPath and model.storage.mountPath are the same",
     ),
     (
-        "decode: {hosts: 2, parallel: {tensor: 2}}\nnodes: {compileCache: {kind: claimPerPod}}",
+        "decode: {hosts: 2, parallel: {tensor: 2}}\nnodes: {compileCache: {kind: claimPerPod}}\nmodel: {storage: {kind: claim}}",
         "nodes.compileCache.kind claimPerPod does not go with decode.hosts above 1",
     ),
     (
@@ -151,8 +151,8 @@ def test_is_refused_with_a_sentence(helm: Engine, values: str, sentence: str) ->
         "nodes: {sharedMemory: 1.5Gi}",
         "image: {proxy: {repository: 'registry.example:5000/a/pdproxy'}}",
         "apiKeys: {keys: [key-01234567 bob 8]}",
-        "decode: {gpus: {count: 4}, hosts: 2, parallel: {tensor: 8}}",
-        "decode: {gpus: {count: 8}, hosts: 2, parallel: {tensor: 8, data: 2, pipeline: 1}}",
+        "decode: {gpus: {count: 4}, hosts: 2, parallel: {tensor: 8}}\nmodel: {storage: {kind: claim}}",
+        "decode: {gpus: {count: 8}, hosts: 2, parallel: {tensor: 8, data: 2, pipeline: 1}}\nmodel: {storage: {kind: claim}}",
         EIGHT_RANKS + "kvEvents: {replayPort: 5565}",
         EIGHT_RANKS + "transfer: {sideChannelPort: 65528}",
         "prefill: {extraArgs: [--pipeline-parallel-size=1]}",

@@ -85,7 +85,11 @@ spec:
       volumeMounts:
         - { name: models, mountPath: {{ $v.model.storage.mountPath | quote }} }
         - { name: shm, mountPath: /dev/shm }
+        {{- if eq $v.nodes.compileCache.kind "weights" }}
+        - { name: models, mountPath: {{ $v.nodes.compileCache.mountPath | quote }}, subPath: pdproxy-compile-cache/{{ .component }} }
+        {{- else }}
         - { name: compile-cache, mountPath: {{ $v.nodes.compileCache.mountPath | quote }}, subPath: {{ .component }} }
+        {{- end }}
         {{- if $v.nodes.tls.enabled }}
         - { name: tls, mountPath: /etc/pdproxy/tls, readOnly: true }
         {{- end }}
@@ -315,7 +319,7 @@ spec:
 
 {{- define "pdproxy.claim" -}}
 accessModes:
-  {{- toYaml .accessModes | nindent 2 }}
+  {{- .accessModes | default (list (ternary "ReadWriteMany" "ReadWriteOnce" (eq .kind "claim"))) | toYaml | nindent 2 }}
 {{- with .storageClass }}
 storageClassName: {{ . | quote }}
 {{- end }}
