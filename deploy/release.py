@@ -124,7 +124,7 @@ def check(repository: Repository, tag: str) -> None:
     require_version(version)
     other = [f"{file} names {found}" for file, found in repository.versions() if found != version]
     if other:
-        raise ReleaseError(f"the tag is {tag}, but " + ", ".join(other) + ".")
+        raise ReleaseError(f"the tag is {tag}, but " + ", ".join(dict.fromkeys(other)) + ".")
     notes(repository, tag)
 
 

@@ -12,6 +12,7 @@ from tests.helm.engine import CHART, Engine, Refused, read_values, value_files
 
 BLOCKS = "prefill nodes have --block-size 256, decode nodes 512: such nodes exchange nothing. Set model.blockSize"
 EIGHT_RANKS = "decode: {parallel: {data: 8}, gpus: {count: 8}}\n"
+SHARED = "model: {storage: {kind: claim}}\n"
 REFUSED = [
     # by the schema
     ("proxy: {replicas: -1}", "at '/proxy/replicas': minimum: got -1, want 0"),
@@ -61,7 +62,7 @@ REFUSED = [
         "nodes.compileCache.mountPath and model.storage.mountPath are the same",
     ),
     (
-        "decode: {hosts: 2, parallel: {tensor: 2}}\nnodes: {compileCache: {kind: claimPerPod}}\nmodel: {storage: {kind: claim}}",
+        SHARED + "decode: {hosts: 2, parallel: {tensor: 2}}\nnodes: {compileCache: {kind: claimPerPod}}",
         "nodes.compileCache.kind claimPerPod does not go with decode.hosts above 1",
     ),
     (
@@ -151,8 +152,8 @@ def test_is_refused_with_a_sentence(helm: Engine, values: str, sentence: str) ->
         "nodes: {sharedMemory: 1.5Gi}",
         "image: {proxy: {repository: 'registry.example:5000/a/pdproxy'}}",
         "apiKeys: {keys: [key-01234567 bob 8]}",
-        "decode: {gpus: {count: 4}, hosts: 2, parallel: {tensor: 8}}\nmodel: {storage: {kind: claim}}",
-        "decode: {gpus: {count: 8}, hosts: 2, parallel: {tensor: 8, data: 2, pipeline: 1}}\nmodel: {storage: {kind: claim}}",
+        SHARED + "decode: {gpus: {count: 4}, hosts: 2, parallel: {tensor: 8}}",
+        SHARED + "decode: {gpus: {count: 8}, hosts: 2, parallel: {tensor: 8, data: 2, pipeline: 1}}",
         EIGHT_RANKS + "kvEvents: {replayPort: 5565}",
         EIGHT_RANKS + "transfer: {sideChannelPort: 65528}",
         "prefill: {extraArgs: [--pipeline-parallel-size=1]}",
