@@ -100,20 +100,18 @@ def test_what_python_writes_to_standard_error_is_lines_too_and_the_last_ones_com
 
 
 @pytest.mark.parametrize(("words", "said"), [([], True), (["--decode", "http://127.0.0.1:9"], False)])
-def test_serving_without_nodes_says_so_and_what_to_do(words: list[str], said: bool) -> None:
+async def test_serving_without_nodes_says_so_and_what_to_do(words: list[str], *, said: bool) -> None:
     port, admin = free_ports(2)
     command = [sys.executable, "-m", "pdproxy", "serve", "--port", str(port), "--admin-port", str(admin), *words]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        lines = []
         try:
-            assert process.stderr is not None
-            for line in process.stderr:
-                lines.append(line)
-                if "clients: " in line:
-                    process.send_signal(signal.SIGTERM)
-            assert process.wait(SOON) == 0
+            async with plain_client(f"http://127.0.0.1:{port}") as client:
+                await until_listening(client)
+            process.send_signal(signal.SIGTERM)
+            _, log = process.communicate(timeout=SOON)
         finally:
             process.kill()
-    found = [line for line in lines if "there are no nodes" in line]
+    assert process.returncode == 0
+    found = [line for line in log.splitlines() if "there are no nodes" in line]
     assert bool(found) is said
     assert all("--decode URL" in line and f"POST /nodes at 127.0.0.1:{admin}" in line for line in found)
