@@ -46,6 +46,11 @@ def served(shell: str, *, broken: bool) -> Iterator[str]:
                 os.close(read)
 
 
+async def until_answering(url: str) -> None:
+    async with plain_client(url) as client:
+        await until_listening(client)
+
+
 async def until_listening(client: httpx.AsyncClient) -> None:
     async with asyncio.timeout(SOON):
         while True:
@@ -100,13 +105,12 @@ def test_what_python_writes_to_standard_error_is_lines_too_and_the_last_ones_com
 
 
 @pytest.mark.parametrize(("words", "said"), [([], True), (["--decode", "http://127.0.0.1:9"], False)])
-async def test_serving_without_nodes_says_so_and_what_to_do(words: list[str], *, said: bool) -> None:
+def test_serving_without_nodes_says_so_and_what_to_do(words: list[str], *, said: bool) -> None:
     port, admin = free_ports(2)
     command = [sys.executable, "-m", "pdproxy", "serve", "--port", str(port), "--admin-port", str(admin), *words]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
-            async with plain_client(f"http://127.0.0.1:{port}") as client:
-                await until_listening(client)
+            asyncio.run(until_answering(f"http://127.0.0.1:{port}"))
             process.send_signal(signal.SIGTERM)
             _, log = process.communicate(timeout=SOON)
         finally:
