@@ -17,8 +17,8 @@ help: ## show this
 env: ## make or mend .venv (everything else does this by itself)
 	@$(BOOT)
 
-demo: env ## start two engines and the proxy, ask a question, stay up (ONCE=1: end after the answer)
-	@exec $(RUN) -m deploy.local.demo $(if $(filter 1,$(ONCE)),--once)
+demo: env ## start two engines and the proxy, ask a question, stay up (ONCE=1: end after the answer; NODES=1: one engine that does both)
+	@exec $(RUN) -m deploy.local.demo $(if $(filter 1,$(ONCE)),--once) $(if $(NODES),--nodes $(NODES))
 
 images: env ## build the proxy's and the CPU node's image (docker or podman), try them and compose's cpu profile (OPTIONS=--help)
 	@exec $(RUN) -m deploy.images $(OPTIONS)

@@ -43,7 +43,11 @@ LONGEST_WAIT = 3600.0
 
 
 class Role(StrEnum):
-    """vLLM's `kv_role`: what a node may be asked to do."""
+    """What a node may be asked to do, by vLLM's words for it (`kv_role`).
+
+    A node of both roles runs with `kv_consumer` and `pdproxy_roles`: vLLM's own `kv_both` is deprecated with NIXL
+    (docs/decisions/roles-of-a-node.md). It is taken as long as vLLM has it.
+    """
 
     PREFILL = "kv_producer"
     DECODE = "kv_consumer"
@@ -90,7 +94,7 @@ class ConnectorConfig:
 
         Raises ConfigError, with a sentence, for anything that is out of range or cannot work.
         """
-        parsed_role = _role(role)
+        parsed_role = _role(role, extra.get("pdproxy_roles"))
         if parsed_role.decodes and failure_policy != "recompute":
             raise ConfigError(
                 f"kv_load_failure_policy is {failure_policy!r}: set it to 'recompute', so that a refused or failed "
@@ -122,6 +126,7 @@ def from_vllm(kv_transfer_config: Any, environ: Mapping[str, str]) -> ConnectorC
     names = (
         "bidirectional_kv_xfer",
         "kv_lease_duration",
+        "pdproxy_roles",
         "pdproxy_key_file",
         "pdproxy_allowed_hosts",
         "pdproxy_read_deadline",
@@ -155,11 +160,32 @@ def allows_untested_vllm(extra: Mapping[str, Any]) -> bool:
     return any(values)
 
 
-def _role(role: str) -> Role:
+_ROLES = {
+    frozenset({"prefill"}): Role.PREFILL,
+    frozenset({"decode"}): Role.DECODE,
+    frozenset({"prefill", "decode"}): Role.BOTH,
+}
+
+
+def _role(kv_role: str, roles: object) -> Role:
+    """What the node may be asked to do; `roles`: the setting `pdproxy_roles`, None without it."""
     try:
-        return Role(role)
+        role = Role(kv_role)
     except ValueError:
-        raise ConfigError(f"kv_role is {role!r}: use 'kv_producer' (prefill) or 'kv_consumer' (decode).") from None
+        text = f"kv_role is {kv_role!r}: use 'kv_producer' (prefill) or 'kv_consumer' (decode)."
+        raise ConfigError(text) from None
+    if roles is None:
+        return role
+    words = roles.split(",") if isinstance(roles, str) else roles if isinstance(roles, list) else []
+    asked = _ROLES.get(frozenset(str(word).strip() for word in words))
+    if asked is None:
+        raise ConfigError(f"pdproxy_roles is {roles!r}: name prefill, decode, or both.")
+    if asked is not role and (asked, role) != (Role.BOTH, Role.DECODE):
+        raise ConfigError(
+            f"pdproxy_roles is {roles!r} and kv_role {kv_role!r}: with 'kv_consumer' a node may do both, and with any"
+            " other role what that says. (vLLM orders what is written into freed blocks only on a node that reads.)"
+        )
+    return asked
 
 
 def _seconds(extra: Mapping[str, Any], name: str, default: float) -> float:

@@ -110,6 +110,7 @@ class NixlConnector(NixlPullConnector):
         # Skips NixlPullConnector's constructor, which would make vLLM's own two sides, the worker's with a NIXL agent.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         config = following(from_vllm(vllm_config.kv_transfer_config, os.environ))
+        self._prefills = config.role.prefills
         if role == KVConnectorRole.SCHEDULER:
             from vllm.v1.core.sched.scheduler import Scheduler
             from vllm.v1.engine.core import EngineCore
@@ -123,6 +124,12 @@ class NixlConnector(NixlPullConnector):
             from .worker import ConnectorWorker
 
             self.connector_worker = ConnectorWorker(vllm_config, self.engine_id, kv_cache_config, config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether a preempted request may not end by an output of before: its ticket would name freed blocks. vLLM goes
+        by `kv_role`, which of a node of both roles may say that it reads alone."""
+        return self._prefills
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM names the argument
@@ -261,7 +268,7 @@ def node_info(vllm_config: VllmConfig, config: ConnectorConfig, environ: Mapping
     cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
     resumes = has_endpoints(environ) and SECRET_VARIABLE in environ
     return {
-        "role": str(transfer.kv_role),
+        "role": config.role.value,
         "model": str(vllm_config.model_config.model),
         "block_size": str(cache.block_size),
         "mamba_block_size": str(cache.mamba_block_size),

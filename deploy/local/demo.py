@@ -9,13 +9,13 @@ from enum import Enum
 
 import httpx
 
-from deploy.local.cache_hits import await_change, describe, read
+from deploy.local.cache_hits import Counts, await_change, describe, read
 from deploy.local.client import Answer, AnswerError, ask, curl_line
 from deploy.local.model.quiz import Quiz, quiz
 from deploy.local.paths import MODEL
 from deploy.local.ports import PortTakenError
 from deploy.local.readiness import NotReadyError
-from deploy.local.stack import ProxySpec, Stack, logs_of, pair_specs, start_stack
+from deploy.local.stack import ProxySpec, Stack, equal_specs, logs_of, pair_specs, start_stack
 from deploy.local.supervise import PartEndedError, Stopped, Supervisor, stop_signals
 from deploy.local.wait_joined import NodeRefusedError
 
@@ -45,16 +45,21 @@ def say(line: str) -> None:
 def show_turn(client: httpx.Client, stack: Stack, story: Quiz, turn: int) -> None:
     """Ask one question of the conversation and tell how the answer came about. Raises DemoError on a wrong answer."""
     told = story.at_turn(turn)
-    decode = stack.decode[0].url
-    before = read(client, decode)
+    before = read_all(client, stack)
     print(f"\nTurn {turn}: a list of {len(story.lines)} names and numbers, then: {told.asked[-1]}", flush=True)
     print("  answer:", end="", flush=True)
     answer = ask(client, stack.proxy.url, story.conversation(turn))
     show_way(answer)
-    for line in describe(await_change(before, lambda: read(client, decode))):
-        say(f"decode node, {line}")
+    what = "decode node" if stack.prefill else "node"
+    for line in describe(await_change(before, lambda: read_all(client, stack))):
+        say(f"{what}, {line}")
     if answer.text.strip() != told.answer.strip():
         raise DemoError(f"the answer should have been {told.answer.strip()!r}")
+
+
+def read_all(client: httpx.Client, stack: Stack) -> Counts:
+    """What the nodes that decode say together. Raises httpx.HTTPError."""
+    return sum((read(client, node.url) for node in stack.decode), Counts())
 
 
 def show_way(answer: Answer) -> None:
@@ -81,13 +86,16 @@ def stay(supervisor: Supervisor) -> None:
         time.sleep(LOOK_EVERY_S)
 
 
-def run(port: int, afterwards: Afterwards) -> None:
+def run(port: int, afterwards: Afterwards, nodes: int = 0) -> None:
+    """``nodes``: how many of both roles; 0 for a prefill and a decode node."""
     if not (MODEL / "config.json").exists():
         raise DemoError(f"there is no model in {MODEL}")
     logs = logs_of("demo")
     with stop_signals(), Supervisor(logs) as supervisor:
-        print(f"Starting two vLLM nodes and the proxy on this machine (logs: {logs}):", flush=True)
-        stack = start_stack(supervisor, pair_specs(), ProxySpec(port), say)
+        specs = equal_specs(nodes) if nodes else pair_specs()
+        count = "one vLLM node" if len(specs) == 1 else f"{len(specs)} vLLM nodes"
+        print(f"Starting {count} and the proxy on this machine (logs: {logs}):", flush=True)
+        stack = start_stack(supervisor, specs, ProxySpec(port), say)
         try:
             show(stack)
         except (AnswerError, httpx.HTTPError):
@@ -104,9 +112,16 @@ def main(arguments: Sequence[str]) -> int:
         help="end after the answers",
     )  # fmt: skip
     parser.add_argument("--port", type=int, default=0, help="the proxy's port (default: a free one)")
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=0,
+        choices=range(5),
+        help="nodes that do both (default: a prefill and a decode node)",
+    )
     asked = parser.parse_args(arguments)
     try:
-        run(asked.port, asked.afterwards)
+        run(asked.port, asked.afterwards, asked.nodes)
     except Stopped as stopped:
         print("\nStopped; nothing is left running.", flush=True)
         wanted = stopped.number == signal.SIGINT and asked.afterwards is Afterwards.STAY

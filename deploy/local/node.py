@@ -44,11 +44,16 @@ ENOUGH_BLOCKS = 2048
 
 
 class Role(Enum):
-    """What a node does; the value is vLLM's name for it. A `PLAIN` node has no connector."""
+    """What a node does. A `PLAIN` node has no connector."""
 
-    PREFILL = "kv_producer"
-    DECODE = "kv_consumer"
-    PLAIN = ""
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+    PLAIN = "plain"
+
+
+KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_consumer"}
+"""vLLM's names for them."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +108,12 @@ def kv_transfer_config(spec: NodeSpec) -> dict[str, object]:
     return {
         "kv_connector": "NixlConnector",
         **({"kv_connector_module_path": spec.connector_module} if spec.connector_module else {}),
-        "kv_role": spec.role.value,
+        "kv_role": KV_ROLES[spec.role],
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": dict(spec.connector_config),
+        "kv_connector_extra_config": {
+            **({"pdproxy_roles": ["prefill", "decode"]} if spec.role is Role.BOTH else {}),
+            **spec.connector_config,
+        },
     }
 
 

@@ -62,7 +62,7 @@ class Proxy:
 
 @dataclass(frozen=True)
 class Stack:
-    """What is up."""
+    """What is up. Nodes of both roles are decode nodes here."""
 
     prefill: tuple[Node, ...]
     decode: tuple[Node, ...]
@@ -74,8 +74,13 @@ def pair_specs() -> list[NodeSpec]:
     return [NodeSpec("prefill", Role.PREFILL, 0, 0), NodeSpec("decode", Role.DECODE, 0, 0)]
 
 
+def equal_specs(count: int) -> list[NodeSpec]:
+    """So many nodes of both roles, on ports yet to be chosen."""
+    return [NodeSpec(f"node-{number}", Role.BOTH, 0, 0) for number in range(count)]
+
+
 def proxy_command(port: int, admin_port: int, nodes: Sequence[NodeSpec], more: Sequence[str]) -> list[str]:
-    flags = {Role.PREFILL: "--prefill", Role.DECODE: "--decode", Role.PLAIN: "--decode"}
+    flags = {Role.PREFILL: "--prefill", Role.DECODE: "--decode", Role.PLAIN: "--decode", Role.BOTH: "--node"}
     line = [sys.executable, "-m", "pdproxy", "serve", "--host", HOST, "--port", str(port)]
     line += ["--admin-port", str(admin_port)]
     for node in nodes:

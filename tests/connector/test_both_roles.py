@@ -91,3 +91,19 @@ def test_prefill_legs_leave_half_of_a_shared_cache_to_others() -> None:
     assert len(node.run_out("other")) == 4
     node.step(sent("p-0"))
     assert len(node.run_out("leg")) == 1
+
+
+@pytest.mark.parametrize(
+    ("kv_role", "extra", "delivers"),
+    [
+        ("kv_consumer", {}, False),
+        ("kv_consumer", {"pdproxy_roles": ["prefill", "decode"]}, True),
+        ("kv_producer", {}, True),
+        ("kv_both", {}, True),
+    ],
+)
+def test_vllms_scheduler_recomputes_what_is_preempted_where_tickets_are_given(
+    kv_role: str, extra: dict[str, object], delivers: bool
+) -> None:
+    """Else a request that ended while it was preempted would name freed blocks in its ticket."""
+    assert make_node(kv_role, extra=extra).scheduler.requires_kv_delivery is delivers

@@ -60,9 +60,29 @@ def test_a_prefill_node_need_not_recompute() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kv_role", "roles", "role"),
+    [
+        ("kv_consumer", ["prefill", "decode"], Role.BOTH),
+        ("kv_consumer", "decode, prefill", Role.BOTH),
+        ("kv_consumer", ["decode"], Role.DECODE),
+        ("kv_producer", ["prefill"], Role.PREFILL),
+        ("kv_both", ["prefill", "decode"], Role.BOTH),
+        ("kv_both", None, Role.BOTH),
+    ],
+)
+def test_a_node_of_both_roles_needs_no_role_of_vllm(kv_role: str, roles: object, role: Role) -> None:
+    assert read(role=kv_role, **({} if roles is None else {"pdproxy_roles": roles})).role is role
+
+
+@pytest.mark.parametrize(
     ("given", "named"),
     [
         ({"policy": "fail"}, "kv_load_failure_policy"),
+        ({"role": "kv_producer", "pdproxy_roles": ["prefill", "decode"]}, "pdproxy_roles"),
+        ({"role": "kv_both", "pdproxy_roles": ["decode"]}, "pdproxy_roles"),
+        ({"pdproxy_roles": []}, "name prefill, decode, or both"),
+        ({"pdproxy_roles": "both"}, "name prefill, decode, or both"),
+        ({"pdproxy_roles": ["prefill"]}, "pdproxy_roles"),
         ({"role": "kv_nothing"}, "kv_role"),
         ({"bidirectional_kv_xfer": True}, "bidirectional_kv_xfer"),
         ({"pdproxy_key_file": "/nowhere/keys"}, "pdproxy_key_file"),

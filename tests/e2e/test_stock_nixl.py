@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from deploy.local.model.quiz import quiz
-from deploy.local.node import Node, NodeSpec, Role
+from deploy.local.node import KV_ROLES, Node, NodeSpec, Role
 from deploy.local.stack import logs_of, pair_specs, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.e2e.legs import Completion, Params, complete, prefill
@@ -28,7 +28,7 @@ TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
 
 def stock(spec: NodeSpec) -> NodeSpec:
     """A node with vLLM's connector. `kv_load_failure_policy` as ours demand it, for the answers to be comparable."""
-    config = {"kv_connector": "NixlConnector", "kv_role": spec.role.value, "kv_load_failure_policy": "recompute"}
+    config = {"kv_connector": "NixlConnector", "kv_role": KV_ROLES[spec.role], "kv_load_failure_policy": "recompute"}
     return replace(
         spec,
         prefix_match_unit=None,

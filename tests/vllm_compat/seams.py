@@ -58,7 +58,7 @@ OVERRIDES: Mapping[str, str] = {
     "update_state_after_alloc",
     f"{MULTI}:MultiKVConnectorStats": "aggregate to_dict",
     f"{NIXL}.connector:NixlPullConnector": "__init__ bind_gpu_block_pool build_connector_worker_meta "
-    "build_kv_connector_stats build_prom_metrics get_kv_connector_stats supports_sleep_mode",
+    "build_kv_connector_stats build_prom_metrics get_kv_connector_stats requires_kv_delivery supports_sleep_mode",
     f"{NIXL}.stats:NixlKVConnectorStats": "is_empty reduce reset",
     f"{NIXL}.stats:NixlPromMetrics": "__init__ observe",
     SCHEDULER: "__init__ _prefill_backoff _truncate_request_for_prefill build_connector_meta "

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.node import EXECUTOR, NodeSpec, Role, command, environment, on_free_ports, start_node
+from deploy.local.node import (
+    EXECUTOR,
+    NodeSpec,
+    Role,
+    command,
+    environment,
+    kv_transfer_config,
+    on_free_ports,
+    start_node,
+)
 from deploy.local.ports import HOST, PortTakenError
 from deploy.local.supervise import Supervisor
 
@@ -19,6 +28,12 @@ def transfer_config(line: list[str]) -> dict[str, object]:
     config = json.loads(option(line, "--kv-transfer-config"))
     assert isinstance(config, dict)
     return config
+
+
+def test_a_node_of_both_roles_reads_by_vllms_word_and_does_both_by_ours() -> None:
+    made = kv_transfer_config(NodeSpec("n", Role.BOTH, 1, 2))
+    assert made["kv_role"] == "kv_consumer"
+    assert made["kv_connector_extra_config"] == {"pdproxy_roles": ["prefill", "decode"]}
 
 
 @pytest.mark.parametrize(("role", "name"), [(Role.PREFILL, "kv_producer"), (Role.DECODE, "kv_consumer")])

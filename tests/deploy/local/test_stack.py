@@ -3,11 +3,15 @@
 import pytest
 
 from deploy.local.node import NodeSpec, Role
-from deploy.local.stack import pair_specs, proxy_command
+from deploy.local.stack import equal_specs, pair_specs, proxy_command
 
 
 def test_a_pair_is_one_node_of_each_role() -> None:
     assert [spec.role for spec in pair_specs()] == [Role.PREFILL, Role.DECODE]
+
+
+def test_equal_nodes_have_names_of_their_own() -> None:
+    assert [(spec.name, spec.role) for spec in equal_specs(2)] == [("node-0", Role.BOTH), ("node-1", Role.BOTH)]
 
 
 @pytest.mark.parametrize(
@@ -15,8 +19,9 @@ def test_a_pair_is_one_node_of_each_role() -> None:
     [
         ((Role.PREFILL, Role.DECODE), ["--prefill", "http://127.0.0.1:8001", "--decode", "http://127.0.0.1:8002"]),
         ((Role.PLAIN,), ["--decode", "http://127.0.0.1:8001"]),
+        ((Role.BOTH, Role.BOTH), ["--node", "http://127.0.0.1:8001", "--node", "http://127.0.0.1:8002"]),
     ],
-    ids=["pair", "one plain engine"],
+    ids=["pair", "one plain engine", "equal nodes"],
 )
 def test_each_node_is_named_by_its_role(roles: tuple[Role, ...], flags: list[str]) -> None:
     nodes = [NodeSpec(f"n{i}", role, 8000 + i, 0) for i, role in enumerate(roles, 1)]
