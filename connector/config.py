@@ -43,7 +43,7 @@ LONGEST_WAIT = 3600.0
 
 
 class Role(StrEnum):
-    """What a node may be asked to do, by vLLM's words for it (`kv_role`).
+    """A node's job, by vLLM's words for it (`kv_role`).
 
     A node of both roles runs with `kv_consumer` and `pdproxy_roles`: vLLM's own `kv_both` is deprecated with NIXL
     (docs/decisions/roles-of-a-node.md). It is taken as long as vLLM has it.
@@ -168,7 +168,7 @@ _ROLES = {
 
 
 def _role(kv_role: str, roles: object) -> Role:
-    """What the node may be asked to do; `roles`: the setting `pdproxy_roles`, None without it."""
+    """The node's job. `roles`: the setting `pdproxy_roles`, None without it."""
     try:
         role = Role(kv_role)
     except ValueError:

@@ -71,7 +71,8 @@ def test_a_prefill_node_need_not_recompute() -> None:
     ],
 )
 def test_a_node_of_both_roles_needs_no_role_of_vllm(kv_role: str, roles: object, role: Role) -> None:
-    assert read(role=kv_role, **({} if roles is None else {"pdproxy_roles": roles})).role is role
+    given = read(role=kv_role) if roles is None else read(role=kv_role, pdproxy_roles=roles)
+    assert given.role is role
 
 
 @pytest.mark.parametrize(
