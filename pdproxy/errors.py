@@ -114,6 +114,8 @@ class NodeFault(PdproxyError):
         headers: upstream response headers worth keeping (``retry-after``).
         resent: a kept-alive connection broke under the request before: even if the node then refused a fresh one, the
             request may have reached it, and may be what ended it.
+        silent: nothing came back at all: no connection in time, no route, no such name, no answer in time. A process
+            that has ended is not silent: its host refuses the connection.
     """
 
     fault: Fault
@@ -123,6 +125,7 @@ class NodeFault(PdproxyError):
     body: bytes = b""
     headers: tuple[tuple[str, str], ...] = ()
     resent: bool = False
+    silent: bool = False
 
     def __str__(self) -> str:
         return f"{self.fault}: {self.detail}"

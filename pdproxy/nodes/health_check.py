@@ -28,7 +28,8 @@ and, by the cache usage, with every chunk of a long prefill."""
 ALIVE = "/v1/pdproxy/alive"
 """Answered by nodes whose processes all run (`connector/liveness.py`); others than ours answer it with a 404."""
 JOINING_INTERVAL = 1.0
-"""Seconds between two tries to have a node join that is not reachable yet."""
+"""Seconds between two tries to have a node join that is not reachable yet; and between two probes of a node whose host
+has just refused a connection, until it is given up."""
 STUCK_SECONDS = 60.0
 """An engine with requests that makes no step for so long misses its probes, whatever its HTTP server says."""
 
@@ -117,7 +118,8 @@ class HealthCheck:
 
     def _is_due(self, view: NodeView, now: float) -> bool:
         joins = view.state is State.JOINING or self._pool.joins_anew(view.name)
-        interval = JOINING_INTERVAL if joins else self._interval
+        doubtful = view.name in self._refused and not self._pool.lost(view.name)
+        interval = JOINING_INTERVAL if joins or doubtful else self._interval
         return now - self._visited[view.node.name] >= interval
 
     async def _visit(self, view: NodeView) -> None:
@@ -144,6 +146,7 @@ class HealthCheck:
         failure = await self._probe(node) or await self._stuck(node, began)
         if not self._is_there(name) or (failure is not None and PROBE_BLAME[failure.fault] is Blame.NO):
             return
+        self._pool.met(name, failure)
         if failure is None and (name in self._refused or self._pool.lost(name)):
             self._refused.discard(name)  # it may have come back as something else: another version, say
             await self._joiner.attempt(name)

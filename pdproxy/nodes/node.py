@@ -50,6 +50,13 @@ class State(enum.StrEnum):
     """The preflight found a setting that cannot work; see the reason."""
 
 
+class Outage(NamedTuple):
+    """A node was out between these monotonic seconds."""
+
+    began: float
+    ended: float
+
+
 SERVING = frozenset({State.UP, State.PROBING, State.TERMINATING})
 """States in which a node gets requests, or may get some."""
 FEW_TOKENS = 8  # more than any model's multi-token prediction has modules
@@ -219,6 +226,8 @@ class NodeView:
         trials: while PROBING: requests in flight that try the half-open circuit. One is all it may get.
         reason: for operators: why it is in this state (the setting that was refused, the last fault).
         since: monotonic seconds when its state last changed; while it is out, when that began.
+        silent: its last probe met nothing, see `NodeFault.silent`.
+        outage: the last one that has ended; None where there was none.
         places: the load of each data-parallel rank.
         name: of the node.
         lightest: the place with the fewest tokens to compute, and of these the fewest legs.
@@ -233,6 +242,8 @@ class NodeView:
     trials: int = 0
     reason: str = ""
     since: float = float("-inf")
+    silent: bool = False
+    outage: Outage | None = None
     places: list[PlaceLoad] = dataclasses.field(default_factory=lambda: [PlaceLoad()])
     name: str = dataclasses.field(init=False)
     lightest: PlaceLoad = dataclasses.field(init=False)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry
 
 from pdproxy.clock import Clock
-from pdproxy.errors import Fault, PdproxyError
+from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.failures import PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
 from pdproxy.nodes.hand_overs import HandOvers
 from pdproxy.nodes.load import Load
-from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Role, Roles, Snapshot, State
+from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Outage, Role, Roles, Snapshot, State
 from pdproxy.nodes.node_log import NodeLog
 from pdproxy.nodes.outlier import Source, Verdict
 from pdproxy.nodes.pool_entry import NO_LOAD, CohortTraffic, LegLoad, PoolEntry, Slot
@@ -411,9 +411,17 @@ class Pool:
             if not progressed:
                 entry.send_legs_away()
 
+    def met(self, name: str, fault: NodeFault | None) -> None:
+        """A probe met the node, None for well, or failed: whether nothing came back tells a dead process from a broken
+        network. Ignored for a node that has left."""
+        entry = self._entries.get(name)
+        if entry is not None:
+            entry.view.silent = fault is not None and fault.silent
+
     def give_up(self, name: str, reason: str) -> None:
         """As if ``failures`` probes in a row had failed: no requests until it has joined anew, and its legs leave."""
         entry = self._entry(name)
+        entry.view.silent = True
         entry.misses = max(entry.misses, self._config.failures)
         self._open(entry, reason)
         entry.send_legs_away()
@@ -491,6 +499,8 @@ class Pool:
         if view.state is not state:
             self._announce(entry, state)
             if {state, view.state} != _OUTAGE:
+                if state in _OUTAGE:
+                    view.outage = Outage(view.since, now)
                 view.since = now
             self._count_state(entry)
             self._room_changed()

@@ -24,6 +24,9 @@ CONNECTING: tuple[type[Exception], ...] = (OSError, UnicodeError)
 _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """Too many open files, or no memory: no node could be reached."""
 
+_REFUSED = f"[Errno {errno.ECONNREFUSED}]"
+"""Stands also in the one error that asyncio makes of those of several addresses, which has no number."""
+
 PARSING: tuple[type[Exception], ...] = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 """Errors of `feed_data`."""
 
@@ -35,7 +38,8 @@ class ProtocolError(Exception):
 def while_connecting(error: Exception, where: str) -> NodeFault:
     """No connection: nothing of the request reached the node. BUSY where this process is out of sockets or memory."""
     ours = isinstance(error, OSError) and error.errno in _OWN_LIMITS
-    return NodeFault(Fault.BUSY if ours else Fault.REFUSED, f"{where}: {_words(error)}")
+    silent = not (ours or isinstance(error, ssl.SSLError) or _REFUSED in str(error))
+    return NodeFault(Fault.BUSY if ours else Fault.REFUSED, f"{where}: {_words(error)}", silent=silent)
 
 
 def while_exchanging(error: Exception | None, where: str) -> NodeFault:
@@ -46,7 +50,7 @@ def while_exchanging(error: Exception | None, where: str) -> NodeFault:
 def timeout_fault(fault: Fault, where: str, seconds: float | None = None) -> NodeFault:
     """HEADERS_TIMEOUT or STALL: nothing came for some seconds; None: the whole exchange did not end in time."""
     why = "the answer did not end in time" if seconds is None else f"nothing came for {seconds:g} s"
-    return NodeFault(fault, f"{where}: {why}")
+    return NodeFault(fault, f"{where}: {why}", silent=fault is Fault.HEADERS_TIMEOUT)
 
 
 def _words(error: Exception) -> str:

@@ -64,6 +64,8 @@ class FakeNodeInfo:
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fault: Fault | None = None
     """Every exchange ends like this."""
+    silent: bool = False
+    """Nothing comes back then."""
     paths: dict[str, tuple[int, bytes] | Fault] = dataclasses.field(default_factory=dict)
     """Answers that differ from the usual ones."""
     held: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -77,7 +79,7 @@ class FakeNodeInfo:
         self.asked.append((path, json.loads(body) if body else None))
         fault = self.fault or self.paths.get(path)
         if isinstance(fault, Fault):
-            raise NodeFault(fault, "injected")
+            raise NodeFault(fault, "injected", silent=self.silent)
         return fault or (200, self._usual(path, body))
 
     def _usual(self, path: str, body: bytes) -> bytes:

@@ -6,7 +6,7 @@ import pytest
 
 from pdproxy.errors import Fault
 from pdproxy.nodes.health_check import HealthCheck
-from pdproxy.nodes.node import BOTH, DECODE, State
+from pdproxy.nodes.node import BOTH, DECODE, Outage, State
 from pdproxy.nodes.pool import Pool
 from tests.fakes.clock import FakeClock
 from tests.fakes.refused import refuse
@@ -78,6 +78,42 @@ async def test_a_node_that_is_given_up_is_logged_once_and_again_when_it_is_back(
     transport.nodes["d1"].paths.clear()
     await visit_all(health, pool)
     assert logged() == [("node d1 is up", None), ("decode nodes serve again", None)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "silent"), [(Fault.REFUSED, False), (Fault.REFUSED, True), (Fault.HEADERS_TIMEOUT, True)]
+)
+async def test_whether_nothing_comes_back_is_kept_of_the_last_probe_and_of_a_try_to_join(
+    pool: Pool, transport: FakePoolTransport, health: HealthCheck, fault: Fault, silent: bool
+) -> None:
+    node = transport.nodes["d1"]
+    node.fault, node.silent = fault, silent
+    await visit_all(health, pool)
+    assert (state(pool, "d1"), pool.view("d1").silent) == (State.JOINING, silent)
+    node.fault = None
+    await visit_all(health, pool)
+    assert (state(pool, "d1"), pool.view("d1").silent) == (State.UP, False)
+    node.fault = fault
+    await visit_all(health, pool)
+    assert (state(pool, "d1"), pool.view("d1").silent) == (State.UP, silent)
+    node.fault = None
+    await visit_all(health, pool)
+    assert not pool.view("d1").silent
+
+
+async def test_the_last_outage_is_kept(
+    pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
+) -> None:
+    await visit_all(health, pool)
+    transport.nodes["d1"].fault = Fault.RESET
+    for _ in range(3):
+        await visit_all(health, pool)
+    began = clock.now()
+    clock.advance(100)
+    assert pool.view("d1").outage is None
+    transport.nodes["d1"].fault = None
+    await visit_all(health, pool)
+    assert (state(pool, "d1"), pool.view("d1").outage) == (State.UP, Outage(began, began + 100))
 
 
 async def test_a_lack_of_sockets_in_the_proxy_changes_nothing(

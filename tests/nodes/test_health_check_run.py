@@ -38,6 +38,28 @@ async def test_it_runs_by_the_clock(
         await until(lambda: state(pool, "d1") is State.DOWN)
 
 
+async def test_an_idle_node_whose_process_is_killed_is_down_two_seconds_after_the_first_probe(
+    pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
+) -> None:
+    """No request tells of it. Its host refuses connections at once, so the next probes need not wait for their turn."""
+    async with running(health):
+        await until(lambda: all(view.state is State.UP for view in pool.snapshot().nodes))
+        transport.nodes["d1"].fault = Fault.REFUSED
+        for _ in range(6):
+            clock.advance(1)
+            await settle()
+        assert state(pool, "d1") is State.UP
+        clock.advance(1)
+        await settle()
+        assert state(pool, "d1") is State.DOWN
+        assert transport.nodes["p1"].asked.count(("/health", None)) == 1
+        asked = transport.nodes["d1"].asked.count(("/health", None))
+        for _ in range(5):
+            clock.advance(1)
+            await settle()
+        assert transport.nodes["d1"].asked.count(("/health", None)) == asked + 1, "each interval, once it is down"
+
+
 async def test_a_node_that_comes_up_late_is_tried_every_second(
     pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
 ) -> None:

@@ -48,6 +48,28 @@ def test_a_lack_of_sockets_or_memory_is_busy(number: int) -> None:
     assert while_connecting(OSError(errno.EHOSTUNREACH, "no way"), "node:1").fault is Fault.REFUSED
 
 
+SEVERAL = (
+    "Multiple exceptions: [Errno 111] Connect call failed ('::1', 1), [Errno 111] Connect call failed ('127.0.0.1', 1)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "silent"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed"), False),
+        (OSError(SEVERAL), False),
+        (ssl.SSLError("no"), False),
+        (OSError(errno.EHOSTUNREACH, "no way"), True),
+        (socket.gaierror(-2, "Name or service not known"), True),
+        (TimeoutError(), True),
+    ],
+)
+def test_a_host_that_refuses_is_there_and_one_of_which_nothing_comes_is_silent(error: Exception, silent: bool) -> None:
+    assert while_connecting(error, "node:1").silent is silent
+    assert timeout_fault(Fault.HEADERS_TIMEOUT, "node:1", 5).silent
+    assert not timeout_fault(Fault.STALL, "node:1", 5).silent
+
+
 def test_a_fault_says_where_and_what() -> None:
     refused = while_connecting(ConnectionRefusedError(111, "Connect call failed ('10.0.0.1', 1)"), "node:1")
     assert (refused.fault, refused.detail) == (Fault.REFUSED, "node:1: connection refused")
