@@ -1,6 +1,6 @@
-"""The three questions of an incident: is it this proxy or a node, since when, and who is hit. Pure: the time is given.
+"""The questions of an incident: is it this proxy or a node, since when, who is hit, what do clients lose, what next.
 
-It goes by what this proxy alone has seen: the states of nodes, legs that failed, requests that ended without an answer.
+Pure. It goes by what this proxy alone has seen: `seen.Seen`. What goes on now and what is over are told apart.
 """
 
 import collections
@@ -8,18 +8,19 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+import urllib.parse
+from collections.abc import Iterable, Iterator, Sequence
 
-from pdproxy.nodes.hand_over_verdict import HandOverVerdict
-from pdproxy.nodes.node import Bars, NodeView, Role, State
+from pdproxy.admin.losses import loss
+from pdproxy.admin.seen import JUST_NOW, WINDOW, Seen, duration, of_role
+from pdproxy.nodes.node import NodeView, Outage, Role, State
 from pdproxy.observe.labels import Outcome
-from pdproxy.orchestration.in_flight import BadEnd, LegFault, RecentEnds
+from pdproxy.orchestration.in_flight import BadEnd, LegFault
 
-WINDOW = 300.0
-"""Seconds for which something that went wrong counts as going on."""
 MOST_NAMES = 3
-_OUT = (State.DOWN, State.REFUSED, State.PROBING)
-_SERVING = (State.UP, State.TERMINATING)
+_GOING = (State.DRAINING, State.TERMINATING)
+_OUT_WORDS = {State.PROBING: "out", State.JOINING: "trying to join"}
+"""Words for states whose own names say too little to an operator."""
 
 
 class Cause(enum.StrEnum):
@@ -56,120 +57,185 @@ class Hit:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence; ``began``: so many seconds ago, None where nobody knows."""
+
+    what: str
+    began: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Incident:
     """The answers.
 
     Attributes:
-        nodes: names of those that are out, or on which legs failed.
-        what: a sentence for each thing that is wrong.
+        nodes: names of those that are out, or on which legs fail, or that exchange no tickets: now.
+        loss: what clients lose now; "" for nothing.
+        now, earlier: what is wrong now, and what was in the last `WINDOW` and is over.
         since: seconds ago; None while nothing is wrong, and where nobody knows.
         hand_overs: one line about them, whether something is wrong or not.
     """
 
     cause: Cause
     nodes: Sequence[str]
-    what: Sequence[str]
+    loss: str
+    now: Sequence[Finding]
+    earlier: Sequence[Finding]
     since: float | None
     hit: Hit
     hand_overs: str = ""
 
 
-def incident(
-    now: float,
-    nodes: Sequence[NodeView],
-    bars: Bars,
-    not_ready: str,
-    recent: RecentEnds,
-    hand_overs: HandOverVerdict,
-) -> Incident:
-    """The incident of this moment.
-
-    Args:
-        now: monotonic seconds.
-        not_ready: why this proxy serves nothing; "" where it does.
-    """
-    faults = [fault for fault in recent.faults if now - fault.at <= WINDOW]
-    bad = [end for end in recent.bad if now - end.at <= WINDOW]
-    hit = _hit(recent.counts(now - WINDOW), faults, bad, dropped=len(recent.bad) == recent.bad.maxlen)
-    out = [view for view in nodes if view.state in _OUT]
-    failing = collections.Counter(fault.node for fault in faults)
-    sentences = [*_of_proxy(nodes, out, not_ready), *_of_nodes(now, nodes, out, failing)]
-    began = [view.since for view in out if view.since > -math.inf]
-    began += [_first(recent.faults, now), _first(recent.bad, now)]
-    since = min(began, default=math.inf)
-    cause = _cause(nodes, out, failing, hand_overs, not_ready, bad)
-    sentences += [f"{why}." for why in hand_overs.why if not any(view.reason and view.reason in why for view in out)]
-    if cause is Cause.LOAD:
-        sentences.append("Requests were turned away, for too many run or wait: nodes are too few, or limits.* too low.")
-    elif cause is Cause.PROXY and not sentences:
-        sentences.append("Requests failed, and no leg on a node did: the log names each of them.")
-    names = list(dict.fromkeys([*(view.name for view in out), *failing, *bars.nodes, *itertools.chain(*bars.pairs)]))
-    since_when = None if since == math.inf or cause is Cause.NOTHING else now - since
-    return Incident(cause, names, sentences, since_when, hit, hand_overs.line())
+def incident(seen: Seen) -> Incident:
+    """The incident of this moment: what is wrong now, and what was."""
+    cause, out, failing = _cause(seen), seen.out(), seen.failing()
+    now = [*_of_proxy(seen), *_of_nodes(seen), *_of_hand_overs(seen), *_of_ends(seen, cause), *_of_going(seen)]
+    names = [*(view.name for view in out), *(fault.node for fault in failing)]
+    names += [view.name for view in _kept_out(seen) if seen.not_ready]
+    names += [*seen.bars.nodes, *itertools.chain(*seen.bars.pairs)]
+    since = None if cause is Cause.NOTHING else _since(seen)
+    nodes = [] if cause is Cause.NOTHING else list(dict.fromkeys(names))
+    return Incident(cause, nodes, loss(seen), now, list(_earlier(seen)), since, _hit(seen), seen.hand_overs.line())
 
 
-def _cause(
-    nodes: Sequence[NodeView],
-    out: Sequence[NodeView],
-    failing: collections.Counter[str],
-    hand_overs: HandOverVerdict,
-    not_ready: str,
-    bad: Sequence[BadEnd],
-) -> Cause:
-    if _all_gone(nodes, out) or (not_ready and not out):
+def _cause(seen: Seen) -> Cause:
+    out, bad = seen.out(), seen.bad_now()
+    if silent_roles(seen) or (seen.not_ready and not out and not _kept_out(seen)):
         return Cause.PROXY
-    if hand_overs.fail:
+    if seen.hand_overs.fail:
         return Cause.HAND_OVERS
-    if out or failing:
+    if out or seen.failing() or seen.not_ready:
         return Cause.NODE
-    if hand_overs.why:
+    if seen.hand_overs.why:
         return Cause.HAND_OVERS
     if any(end.outcome is Outcome.FAILED for end in bad):
         return Cause.PROXY
     return Cause.LOAD if bad else Cause.NOTHING
 
 
-def _all_gone(nodes: Sequence[NodeView], out: Sequence[NodeView]) -> list[Role]:
-    """Roles of several nodes, none of which answers. One broken network is likelier than so many that died at once."""
-    return [
-        role
-        for role in Role
-        if len(of_role := [view for view in nodes if role in view.node.roles]) > 1
-        and all(view in out and view.state is not State.REFUSED for view in of_role)
-    ]
+def _kept_out(seen: Seen) -> list[NodeView]:
+    """Nodes that go away or join: where none serves, they are why."""
+    return [view for view in seen.nodes if view.state in (*_GOING, State.JOINING)]
 
 
-def _of_proxy(nodes: Sequence[NodeView], out: Sequence[NodeView], not_ready: str) -> list[str]:
-    said = [f"This proxy serves nothing: {not_ready}."] if not_ready else []
-    return said + [
-        f"No {role} node answers, though there are several: look at this proxy's own network first."
-        for role in _all_gone(nodes, out)
-    ]
+def silent_roles(seen: Seen) -> list[Role]:
+    """Roles of which no node gives any sign, on several hosts: one broken network is likelier than so many hosts that
+    died at once. A connection that is refused is a sign: the network works, and the node's process has ended."""
+    silent = [role for role in Role if _all_silent(of_role(seen.nodes, role))]
+    hosts = {urllib.parse.urlsplit(view.node.url).hostname for role in silent for view in of_role(seen.nodes, role)}
+    everywhere = all(view.silent for view in seen.nodes)
+    several = [role for role in silent if len(of_role(seen.nodes, role)) > 1]
+    return (silent if everywhere else several) if len(hosts) > 1 else []
 
 
-def _of_nodes(
-    now: float, nodes: Sequence[NodeView], out: Sequence[NodeView], failing: collections.Counter[str]
-) -> list[str]:
-    there = {view.name for view in out}
-    said = [f"{view.name} has been {view.state}{_ago(now, view.since)}{_because(view.reason)}." for view in out]
-    known = {view.name: view.state for view in nodes}
-    for name, count in failing.most_common():
-        if name not in there:
-            state = known.get(name)
-            now_it = "has left" if state is None else "serves" if state in _SERVING else f"is {state}"
-            said.append(f"On {name} {count} {'leg' if count == 1 else 'legs'} failed; it {now_it} now.")
-    return said
+def _all_silent(nodes: Sequence[NodeView]) -> bool:
+    return bool(nodes) and all(view.silent for view in nodes)
 
 
-def _ago(now: float, since: float) -> str:
-    if since == -math.inf:
-        return ""
-    seconds = now - since
-    return f" for {seconds:.0f} s" if seconds < 100 else f" for {seconds / 60:.0f} min"
+def _of_proxy(seen: Seen) -> Iterator[Finding]:
+    if seen.not_ready:
+        yield Finding(f"This proxy serves nothing: {seen.not_ready}.")
+    if roles := silent_roles(seen):
+        yield Finding(
+            f"Nothing comes back from any {' or '.join(roles)} node, on several hosts: look at this proxy's own network"
+            " first."
+        )
 
 
-def _because(reason: str) -> str:
-    return f" ({reason})" if reason else ""
+def _of_nodes(seen: Seen) -> Iterator[Finding]:
+    for view in seen.out():
+        ago = None if view.since == -math.inf else seen.now - view.since
+        lasting = "" if ago is None else f" for {duration(ago)}"
+        sign = " Nothing comes back from it." if view.silent else ""
+        what = f"{view.name} has been {_OUT_WORDS.get(view.state, view.state)}{lasting}{_because(view)}.{sign}"
+        yield Finding(what, ago)
+    states = {view.name: view.state for view in seen.nodes}
+    faults = seen.failing()
+    for name, count in collections.Counter(fault.node for fault in faults).most_common():
+        kinds = ", ".join(dict.fromkeys(fault.fault.replace("_", " ") for fault in faults if fault.node == name))
+        state = states.get(name)
+        then = "has left" if state is None else "still gets requests" if state is State.UP else f"is {state}"
+        ago = seen.now - _first([fault for fault in seen.recent.faults if fault.node == name], seen.now)
+        yield Finding(f"On {name} {_legs(count)} failed in the last {JUST_NOW:.0f} s ({kinds}); it {then}.", ago)
+
+
+def _of_hand_overs(seen: Seen) -> Iterator[Finding]:
+    reasons = [view.reason for view in seen.out() if view.reason]
+    for why in seen.hand_overs.why:
+        if not any(reason in why for reason in reasons):
+            yield Finding(f"{why}.")
+
+
+def _of_ends(seen: Seen, cause: Cause) -> Iterator[Finding]:
+    began = seen.now - _first(seen.recent.bad, seen.now)
+    if cause is Cause.LOAD:
+        text = "Requests were turned away, for too many run or wait: nodes are too few, or limits.* too low."
+        yield Finding(text, began)
+    elif cause is Cause.PROXY and not seen.not_ready and not silent_roles(seen):
+        yield Finding("Requests failed, and no leg on a node did: the log names each of them.", began)
+
+
+def _of_going(seen: Seen) -> Iterator[Finding]:
+    for view in seen.nodes:
+        if view.state in _GOING:
+            ago = seen.now - view.since
+            yield Finding(f"{view.name} has been {view.state} for {duration(ago)}{_because(view)}.", ago)
+
+
+def _earlier(seen: Seen) -> Iterator[Finding]:
+    """Nodes that are back, or failed and serve now, and requests that failed before."""
+    wrong = _wrong(seen)
+    failed = collections.Counter(fault.node for fault in seen.faults() if fault.node not in wrong)
+    for view in seen.nodes:
+        if view.outage and seen.now - view.outage.ended <= WINDOW and view.name not in wrong:
+            yield _came_back(seen, view, view.outage, failed.pop(view.name, 0))
+    here = {view.name for view in seen.nodes}
+    for name, count in failed.most_common():
+        began = next(seen.now - fault.at for fault in seen.faults() if fault.node == name)
+        yield Finding(f"On {name} {_legs(count)} failed; it {'serves now' if name in here else 'has left'}.", began)
+    yield from _ended_before(seen)
+
+
+def _came_back(seen: Seen, view: NodeView, outage: Outage, legs: int) -> Finding:
+    lasted, back = duration(outage.ended - outage.began), duration(seen.now - outage.ended)
+    told = f", and {_legs(legs)} failed" if legs else ""
+    return Finding(f"{view.name} was out for {lasted}{told}; it came back {back} ago.", seen.now - outage.began)
+
+
+def _ended_before(seen: Seen) -> Iterator[Finding]:
+    """One finding for each kind of bad end, unless it goes on."""
+    going_on = {end.outcome for end in seen.bad_now()}
+    for outcome, how in ((Outcome.FAILED, "failed"), (Outcome.REJECTED, "turned away")):
+        ends = [end for end in seen.bad() if end.outcome is outcome]
+        if ends and outcome not in going_on:
+            last = duration(seen.now - ends[-1].at)
+            yield Finding(f"Requests {how}: {len(ends)}, the last one {last} ago.", seen.now - ends[0].at)
+
+
+def _wrong(seen: Seen) -> set[str]:
+    """Names of nodes with which something is wrong now."""
+    return {*(view.name for view in seen.out()), *(fault.node for fault in seen.failing())}
+
+
+def _since(seen: Seen) -> float | None:
+    """Seconds ago when the first thing that is wrong now began."""
+    wrong = _wrong(seen)
+    back = {view.name: view.outage.ended for view in seen.nodes if view.outage is not None}
+    began = [view.since for view in seen.out() if view.since > -math.inf]
+    faults = [each for each in seen.recent.faults if each.node in wrong and each.at > back.get(each.node, -math.inf)]
+    began.append(_first(faults, seen.now))
+    if seen.bad_now():
+        began.append(_first(seen.recent.bad, seen.now))
+    since = min(began)
+    return None if since == math.inf else seen.now - since
+
+
+def _legs(count: int) -> str:
+    return f"{count} {'leg' if count == 1 else 'legs'}"
+
+
+def _because(view: NodeView) -> str:
+    return f" ({view.reason})" if view.reason else ""
 
 
 def _first(events: Iterable[LegFault | BadEnd], now: float) -> float:
@@ -181,16 +247,16 @@ def _first(events: Iterable[LegFault | BadEnd], now: float) -> float:
     return began if now - last <= WINDOW else math.inf
 
 
-def _hit(
-    counts: collections.Counter[Outcome], faults: Sequence[LegFault], bad: Sequence[BadEnd], *, dropped: bool
-) -> Hit:
-    """``counts`` are those of whole minutes: exact enough where of a flood not every end is kept (``dropped``)."""
+def _hit(seen: Seen) -> Hit:
+    """Counts are those of whole minutes: exact enough where of a flood not every end is kept."""
+    recent, bad = seen.recent, seen.bad()
+    counts, dropped = recent.counts(seen.now - WINDOW), len(recent.bad) == recent.bad.maxlen
     outcomes = counts if dropped else collections.Counter(end.outcome for end in bad)
     return Hit(
         requests=max(counts.total(), len(bad)),
         failed=outcomes[Outcome.FAILED],
         rejected=outcomes[Outcome.REJECTED],
-        legs=len(faults),
+        legs=len(seen.faults()),
         keys=_most(end.key for end in bad if end.key),
         models=_most(end.model for end in bad if end.model),
         endpoints=_most(end.endpoint for end in bad if end.endpoint),

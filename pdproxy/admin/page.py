@@ -5,13 +5,17 @@ import dataclasses
 import hashlib
 import importlib.resources
 import re
+import time
 from collections.abc import Mapping
 
 from fastapi import APIRouter, Response
 
+from pdproxy import __version__
 from pdproxy.admin.context import SERVES, AdminContext, readiness
-from pdproxy.admin.incident import Incident, incident
+from pdproxy.admin.incident import incident
+from pdproxy.admin.next_step import next_step
 from pdproxy.admin.nodes import status
+from pdproxy.admin.seen import Seen
 from pdproxy.nodes.node import Snapshot
 from pdproxy.observe.labels import Phase
 from pdproxy.orchestration.in_flight import LegFailure
@@ -60,9 +64,12 @@ def state_route(context: AdminContext) -> APIRouter:
 def _state(context: AdminContext) -> dict[str, object]:
     now, pool, live = context.clock.now(), context.pool.snapshot(), context.live
     return {
+        "version": __version__,
+        # Seconds since 1970 by this host's clock, as in the log: the browser's may differ.
+        "at": time.time(),
         "ready": readiness(context),
         "nodes": [status(view, pool.bars, context.caches(view.node.name)) for view in pool.nodes],
-        "incident": dataclasses.asdict(_incident(context, now, pool)),
+        "incident": _incident(context, now, pool),
         "advice": dataclasses.asdict(context.advice()),
         "cohorts": [dataclasses.asdict(cohort) for cohort in context.cohorts.report()],
         "on_the_way": len(live),
@@ -74,10 +81,22 @@ def _state(context: AdminContext) -> dict[str, object]:
     }
 
 
-def _incident(context: AdminContext, now: float, pool: Snapshot) -> Incident:
+def _incident(context: AdminContext, now: float, pool: Snapshot) -> Mapping[str, object]:
     ready = readiness(context)
-    not_ready = "" if ready in SERVES else ready.value
-    return incident(now, pool.nodes, pool.bars, not_ready, context.live.recent, context.hand_overs)
+    seen = Seen(
+        now,
+        pool.nodes,
+        context.live.recent,
+        pool.bars,
+        "" if ready in SERVES else ready.value,
+        context.hand_overs,
+        context.on_prefill_failure,
+        context.on_no_decode,
+    )
+    found = incident(seen)
+    step = next_step(seen, found)
+    told = None if step is None else {"what": step.what, "command": step.command, "docs": step.docs}
+    return {**dataclasses.asdict(found), "next": told}
 
 
 def _request(each: AnswerRecord) -> Mapping[str, object]:

@@ -1,28 +1,45 @@
-"""The three questions of an incident, answered from what a proxy has seen."""
+"""The questions of an incident, answered from what a proxy has seen. The texts are those of the page."""
 
+import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pdproxy.admin.incident import WINDOW, Cause, Incident, incident
+from pdproxy.admin.incident import Cause, Finding, Incident, incident
+from pdproxy.admin.next_step import DOCS, HERE, NextStep, next_step
+from pdproxy.admin.seen import JUST_NOW, WINDOW, Seen
 from pdproxy.errors import ClientError, Fault
-from pdproxy.nodes.hand_over_verdict import verdict
+from pdproxy.nodes.hand_over_verdict import HandOverVerdict, verdict
 from pdproxy.nodes.hand_overs import Used
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import Bars, Node, NodeView, Outage, Role, Snapshot, State
 from pdproxy.observe.labels import Outcome, Rejection
 from pdproxy.orchestration.client_errors import rejected_error
 from pdproxy.orchestration.in_flight import MAX_BAD, LegFault, RecentEnds
 from pdproxy.orchestration.request_record import RequestRecord
 from pdproxy.request import Endpoint
+from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 from tests.orchestration.cluster import FakeCluster
 
+ROOT = Path(__file__).parents[2]
 NOW = 10_000.0
 PREFILLS, DECODES = ("p0",), ("d0", "d1")
 
 
-def view(name: str, state: State = State.UP, ago: float = 3600.0, reason: str = "") -> NodeView:
+def view(
+    name: str, state: State = State.UP, ago: float = 3600.0, reason: str = "", *, silent: bool = False, model: str = "m"
+) -> NodeView:
     role = Role.PREFILL if name.startswith("p") else Role.DECODE
-    return NodeView(Node(name, f"http://{name}", (role,), "m"), state, reason=reason, since=NOW - ago)
+    node = Node(name, f"http://{name}:8000", (role,), model)
+    return NodeView(node, state, reason=reason, since=NOW - ago, silent=silent)
+
+
+def back(name: str, lasted: float, ago: float) -> NodeView:
+    """A node that came back so many seconds ago from an outage of so many."""
+    made = view(name, ago=ago)
+    made.outage = Outage(NOW - ago - lasted, NOW - ago)
+    return made
 
 
 ALL_UP = [view(name) for name in (*PREFILLS, *DECODES)]
@@ -44,60 +61,240 @@ def seen(*, faults: dict[str, list[float]] | None = None, ends: dict[Outcome, li
     return recent
 
 
+def look(nodes: list[NodeView] = ALL_UP, recent: RecentEnds | None = None, **more: Any) -> Seen:
+    bars = more.pop("bars", Bars())
+    hand_overs = verdict(Snapshot(tuple(nodes), bars), more.pop("used", Used()))
+    return Seen(NOW, nodes, recent or seen(), bars, hand_overs=hand_overs, **more)
+
+
 def ask(nodes: list[NodeView] = ALL_UP, recent: RecentEnds | None = None, **more: Any) -> Incident:
-    bars = more.get("bars", Bars())
-    hand_overs = verdict(Snapshot(tuple(nodes), bars), more.get("used", Used()))
-    return incident(NOW, nodes, bars, more.get("not_ready", ""), recent or seen(), hand_overs)
+    return incident(look(nodes, recent, **more))
+
+
+def step(nodes: list[NodeView] = ALL_UP, recent: RecentEnds | None = None, **more: Any) -> NextStep:
+    looked = look(nodes, recent, **more)
+    found = next_step(looked, incident(looked))
+    assert found is not None
+    return found
+
+
+def texts(findings: Any) -> list[str]:
+    return [each.what for each in findings]
 
 
 def test_nothing_is_wrong() -> None:
-    found = ask(recent=seen(ends={Outcome.OK: [1.0, 2.0], Outcome.CLIENT_ERROR: [3.0], Outcome.CLIENT_GONE: [4.0]}))
-    assert (found.cause, found.what, found.since, found.nodes) == (Cause.NOTHING, [], None, [])
+    looked = look(recent=seen(ends={Outcome.OK: [1.0, 2.0], Outcome.CLIENT_ERROR: [3.0], Outcome.CLIENT_GONE: [4.0]}))
+    found = incident(looked)
+    assert (found.cause, found.now, found.earlier, found.since, found.nodes) == (Cause.NOTHING, [], [], None, [])
+    assert (found.loss, next_step(looked, found)) == ("", None)
     assert (found.hit.requests, found.hit.failed, found.hit.rejected) == (4, 0, 0)
 
 
+KILLED = "health: cannot be reached: d0:8000: connection refused"
+
+
 def test_a_node_is_down_and_nobody_is_hit() -> None:
-    nodes = [view("p0"), view("d0", State.DOWN, 190.0, "health: refused"), view("d1")]
+    nodes = [view("p0"), view("d0", State.DOWN, 190.0, KILLED), view("d1")]
     found = ask(nodes, seen(faults={"d0": [200.0, 195.0]}, ends={Outcome.OK: [1.0] * 50}))
     assert (found.cause, found.nodes) == (Cause.NODE, ["d0"])
-    assert found.what == ["d0 has been down for 3 min (health: refused)."]
+    assert found.now == [Finding(f"d0 has been down for 3 min ({KILLED}).", 190.0)]
+    assert found.loss == "Served, with less room: 1 of 2 decode nodes take requests as usual."
     assert found.since == pytest.approx(200.0)
     assert (found.hit.requests, found.hit.failed, found.hit.legs) == (50, 0, 2)
 
 
-def test_a_node_that_fails_and_serves_is_named() -> None:
+def test_a_dead_process_is_asked_for_by_a_command_that_can_be_pasted() -> None:
+    found = step([view("p0"), view("d0", State.DOWN, 190.0, KILLED), view("d1")])
+    assert found.command == "curl -sS -i -m 5 http://d0:8000/health"
+    assert "no process listens" in found.what
+    assert found.docs == f"{DOCS}/operating.md#when-something-dies"
+
+
+def test_a_node_that_fails_and_gets_requests_is_named() -> None:
     found = ask(recent=seen(faults={"d1": [20.0, 10.0, 5.0]}, ends={Outcome.FAILED: [5.0]}))
     assert (found.cause, found.nodes) == (Cause.NODE, ["d1"])
-    assert found.what == ["On d1 3 legs failed; it serves now."]
+    assert found.now == [Finding("On d1 3 legs failed in the last 30 s (reset); it still gets requests.", 20.0)]
     assert found.since == pytest.approx(20.0)
     assert found.hit.failed == 1
+    assert step(recent=seen(faults={"d1": [5.0]})).command.endswith("http://d1:8000/metrics | grep vllm:num_requests")
 
 
 def test_a_node_that_has_left_is_said_to_have() -> None:
-    found = ask(recent=seen(faults={"d7": [20.0]}))
-    assert found.what == ["On d7 1 leg failed; it has left now."]
+    assert texts(ask(recent=seen(faults={"d7": [20.0]})).now) == [
+        "On d7 1 leg failed in the last 30 s (reset); it has left."
+    ]
+    earlier = ask(recent=seen(faults={"d7": [JUST_NOW + 1]}))
+    assert (earlier.cause, texts(earlier.earlier)) == (Cause.NOTHING, ["On d7 1 leg failed; it has left."])
+    assert step(recent=seen(faults={"d7": [20.0]})).command == f"curl -sS {HERE}/nodes"
 
 
-def test_all_nodes_of_a_role_at_once_point_to_us() -> None:
-    nodes = [view("p0"), *(view(name, State.DOWN, 60.0, "health: connect") for name in DECODES)]
+def test_refused_connections_mean_the_nodes_and_not_us() -> None:
+    """Two decode nodes are killed, 22 s apart: each host answers that no process listens."""
+    nodes = [view("p0"), view("d0", State.DOWN, 60.0, KILLED), view("d1", State.DOWN, 38.0, "health: refused")]
+    found = ask(nodes, seen(ends={Outcome.FAILED: [5.0]}), not_ready="no decode node serves")
+    assert (found.cause, found.nodes) == (Cause.NODE, ["d0", "d1"])
+    assert texts(found.now) == [
+        "This proxy serves nothing: no decode node serves.",
+        f"d0 has been down for 60 s ({KILLED}).",
+        "d1 has been down for 38 s (health: refused).",
+    ]
+    assert found.loss == "New requests get a 503: no decode node serves."
+
+
+SILENT = "health: cannot be reached: no connection in time"
+
+
+def test_all_nodes_of_a_role_on_several_hosts_that_are_silent_point_to_us() -> None:
+    nodes = [view("p0"), *(view(name, State.DOWN, 60.0, SILENT, silent=True) for name in DECODES)]
     found = ask(nodes, seen(ends={Outcome.FAILED: [5.0]}), not_ready="no decode node serves")
     assert found.cause is Cause.PROXY
-    assert found.what[:2] == [
+    assert texts(found.now)[:3] == [
         "This proxy serves nothing: no decode node serves.",
-        "No decode node answers, though there are several: look at this proxy's own network first.",
+        "Nothing comes back from any decode node, on several hosts: look at this proxy's own network first.",
+        f"d0 has been down for 60 s ({SILENT}). Nothing comes back from it.",
     ]
+    asked = step(nodes, not_ready="no decode node serves")
+    assert (asked.command, asked.page) == ("curl -sS -i -m 5 http://d0:8000/health", "operating.md#a-node-that-freezes")
+
+
+def test_one_silent_node_of_each_role_points_to_us() -> None:
+    nodes = [view(name, State.DOWN, 60.0, SILENT, silent=True) for name in ("p0", "d0")]
+    assert ask(nodes).cause is Cause.PROXY
+    assert "any prefill or decode node" in ask(nodes).now[0].what
+
+
+def test_silent_nodes_on_one_host_are_that_hosts() -> None:
+    nodes = [view(name, State.DOWN, 60.0, SILENT, silent=True) for name in DECODES]
+    for each in nodes:
+        each.become(Node(each.name, f"http://one:80{each.name[-1]}0", (Role.DECODE,), "m"), 1.0)
+    assert ask([view("p0"), *nodes]).cause is Cause.NODE
+
+
+def test_one_sign_of_life_clears_the_network() -> None:
+    nodes = [view("p0"), view("d0", State.DOWN, 60.0, SILENT, silent=True), view("d1", State.DOWN, 60.0, KILLED)]
+    assert ask(nodes).cause is Cause.NODE
 
 
 def test_the_only_node_of_a_role_is_a_node() -> None:
-    nodes = [view("p0", State.DOWN, 60.0), view("d0"), view("d1")]
-    assert ask(nodes).cause is Cause.NODE
+    nodes = [view("p0", State.DOWN, 60.0, SILENT, silent=True), view("d0"), view("d1")]
+    found = ask(nodes)
+    assert (found.cause, found.loss) == (
+        Cause.NODE,
+        "Served, slower: decode nodes compute the prompts themselves.",
+    )
+    assert "frozen, or its host or network" in step(nodes).what
+
+
+def test_a_node_that_never_came_is_a_node() -> None:
+    nodes = [view("p0"), view("d0", State.JOINING, 60.0, "cannot be reached: d0:8000: connection refused")]
+    found = ask(nodes, not_ready="no decode node serves")
+    assert (found.cause, found.nodes) == (Cause.NODE, ["d0"])
+    what = "d0 has been trying to join for 60 s (cannot be reached: d0:8000: connection refused)."
+    assert texts(found.now)[1:] == [what]
+    assert ask([view("p0"), view("d0"), view("d1", State.JOINING, 2.0)]).cause is Cause.NOTHING
+
+
+def test_a_node_that_is_tried_again_is_out() -> None:
+    found = ask([view("p0"), view("d0", State.PROBING, 20.0, "last fault: reset"), view("d1")])
+    assert texts(found.now) == ["d0 has been out for 20 s (last fault: reset)."]
+
+
+def test_a_refused_node_is_named_with_its_setting() -> None:
+    nodes = [view("p0"), view("d0"), view("d1", State.REFUSED, 20.0, "mamba_cache_mode is 'all' there")]
+    found = ask(nodes)
+    assert (found.cause, found.nodes) == (Cause.NODE, ["d1"])
+    assert texts(found.now) == ["d1 has been refused for 20 s (mamba_cache_mode is 'all' there)."]
+    assert (step(nodes).command, step(nodes).page) == (
+        "pdproxy check",
+        "operating.md#what-must-be-equal-and-what-may-differ",
+    )
+
+
+def test_a_drain_is_told_and_is_no_incident() -> None:
+    nodes = [view("p0"), view("d0", State.DRAINING, 10.0, "drained by the operator"), view("d1")]
+    found = ask(nodes)
+    assert (found.cause, found.nodes) == (Cause.NOTHING, [])
+    assert texts(found.now) == ["d0 has been draining for 10 s (drained by the operator)."]
+    assert found.loss == "Served, with less room: 1 of 2 decode nodes take requests as usual."
+
+
+def test_where_all_nodes_are_drained_these_are_the_cause() -> None:
+    nodes = [view("p0"), view("d0", State.DRAINING, 10.0, "drained by the operator")]
+    more: dict[str, Any] = {"not_ready": "no decode node serves"}
+    assert (ask(nodes, **more).cause, ask(nodes, **more).nodes) == (Cause.NODE, ["d0"])
+    assert step(nodes, **more).command == f"curl -sS -X POST {HERE}/nodes/d0/rejoin"
+
+
+def test_a_node_that_came_back_leaves_the_headline() -> None:
+    found = ask([view("p0"), back("d0", 40.0, 10.0), view("d1")], seen(faults={"d0": [50.0, 45.0]}))
+    assert (found.cause, found.nodes, found.now, found.since) == (Cause.NOTHING, [], [], None)
+    assert found.earlier == [Finding("d0 was out for 40 s, and 2 legs failed; it came back 10 s ago.", 50.0)]
+    assert ask([back("d0", 40.0, WINDOW + 1)]).earlier == []
+
+
+def test_a_fault_before_the_return_is_over_and_one_after_it_is_not() -> None:
+    came_back = [view("p0"), back("d0", 5.0, 10.0), view("d1")]
+    assert ask(came_back, seen(faults={"d0": [12.0]}, ends={Outcome.FAILED: [12.0]})).cause is Cause.NOTHING
+    again = ask(came_back, seen(faults={"d0": [12.0, 3.0]}))
+    assert (again.cause, again.since) == (Cause.NODE, 3.0)
+
+
+def test_what_failed_a_minute_ago_is_earlier() -> None:
+    found = ask(recent=seen(faults={"d1": [70.0, 60.0]}, ends={Outcome.FAILED: [70.0, 60.0], Outcome.REJECTED: [50.0]}))
+    assert (found.cause, found.now) == (Cause.NOTHING, [])
+    assert found.earlier == [
+        Finding("On d1 2 legs failed; it serves now.", 70.0),
+        Finding("Requests failed: 2, the last one 60 s ago.", 70.0),
+        Finding("Requests turned away: 1, the last one 50 s ago.", 50.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("out", "policies", "loss"),
+    [
+        ("p0", {}, "Served, slower: decode nodes compute the prompts themselves."),
+        (
+            "p0",
+            {"on_prefill_failure": OnPrefillFailure.FAIL},
+            "New requests get a 503: no prefill node serves, and policy.on_prefill_failure is fail.",
+        ),
+        ("d0", {}, "New requests get a 503: no decode node serves."),
+        ("d0", {"on_no_decode": OnNoDecode.PREFILL}, "Served, slower: prefill nodes serve whole requests."),
+        ("p0 d0", {"on_no_decode": OnNoDecode.PREFILL}, "New requests get a 503: no decode node serves."),
+        (
+            "",
+            {"hand_overs": HandOverVerdict(("why",), fail=True)},
+            "Served, slower: decode nodes compute the prompts themselves.",
+        ),
+    ],
+)
+def test_what_clients_lose(out: str, policies: dict[str, Any], loss: str) -> None:
+    nodes = [view(name, State.DOWN if name in out.split() else State.UP) for name in ("p0", "d0")]
+    assert incident(Seen(NOW, nodes, seen(), **policies)).loss == loss
+
+
+def test_what_clients_of_each_model_lose() -> None:
+    nodes = [view("p0", State.DOWN, model="a"), view("d0", model="a"), view("p1", model="b"), view("d1", model="b")]
+    assert ask(nodes).loss == "a: Served, slower: decode nodes compute the prompts themselves."
+
+
+def test_every_link_into_the_docs_leads_to_a_heading() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Documentation"] == DOCS
+    pages = re.findall(r'"(\w+\.md(?:#[\w-]+)?)"', (ROOT / "pdproxy/admin/next_step.py").read_text())
+    assert len(pages) >= 8
+    for page in pages:
+        file, _, section = page.partition("#")
+        headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / file).read_text(), re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not section or section in slugs, page
 
 
 def test_requests_that_fail_without_a_node_are_ours() -> None:
     found = ask(recent=seen(ends={Outcome.FAILED: [9.0], Outcome.OK: [1.0]}))
     assert found.cause is Cause.PROXY
     assert found.since == pytest.approx(9.0)
-    assert found.what == ["Requests failed, and no leg on a node did: the log names each of them."]
+    assert texts(found.now) == ["Requests failed, and no leg on a node did: the log names each of them."]
 
 
 def test_a_proxy_that_ends_is_us() -> None:
@@ -107,13 +304,13 @@ def test_a_proxy_that_ends_is_us() -> None:
 def test_requests_that_are_turned_away_are_load() -> None:
     found = ask(recent=seen(ends={Outcome.REJECTED: [9.0, 8.0]}))
     assert (found.cause, found.hit.rejected) == (Cause.LOAD, 2)
-    assert found.what[0].startswith("Requests were turned away")
+    assert found.now[0].what.startswith("Requests were turned away")
 
 
 def test_nodes_that_exchange_no_tickets() -> None:
     found = ask(bars=Bars({("p0", "d1"): "other tokens"}))
     assert (found.cause, found.nodes) == (Cause.HAND_OVERS, ["p0", "d1"])
-    assert found.what == ["p0 and d1 exchange no tickets: other tokens."]
+    assert texts(found.now) == ["p0 and d1 exchange no tickets: other tokens."]
 
 
 def test_what_is_over_is_not_counted() -> None:
@@ -124,7 +321,7 @@ def test_what_is_over_is_not_counted() -> None:
 
 def test_since_when_is_when_the_last_row_of_failures_began() -> None:
     """An hour ago there was another one."""
-    row = [3600.0, *(900.0 - 200.0 * n for n in range(5))]
+    row = [3600.0, *(900.0 - 220.0 * n for n in range(5))]
     assert ask(recent=seen(ends={Outcome.FAILED: row})).since == pytest.approx(900.0)
 
 

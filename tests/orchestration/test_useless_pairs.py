@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdproxy.admin.incident import incident
+from pdproxy.admin.seen import Seen
 from pdproxy.background import Background
 from pdproxy.nodes.hand_over_verdict import verdict
 from pdproxy.nodes.hand_overs import LAST
@@ -77,10 +78,13 @@ async def test_it_is_barred_tested_tried_and_used_again_once_it_is_mended(stream
         assert cluster.count("pdproxy_local_total", reason="barred_pair") == 5
         now = cluster.pool.snapshot()
         found = verdict(now, cluster.pool.hand_overs.recent(cluster.clock.now()))
-        shown = incident(cluster.clock.now(), now.nodes, now.bars, "", cluster.context.in_flight.recent, found)
+        recent = cluster.context.in_flight.recent
+        shown = incident(Seen(cluster.clock.now(), now.nodes, recent, now.bars, hand_overs=found))
         assert found.fail
         assert "Computed twice" not in shown.hand_overs
-        assert any("d0 computed the prompts of 50 of the last 50 tickets of p0 itself" in each for each in shown.what)
+        assert any(
+            "d0 computed the prompts of 50 of the last 50 tickets of p0 itself" in each.what for each in shown.now
+        )
         assert test.asked == 1, "why?"
         await second(cluster, 31)
         assert (test.asked, cluster.count("pdproxy_pair_barred")) == (2, 0)

@@ -1,0 +1,41 @@
+"""Clients' losses while nodes are out, as one line for the operator. Pure."""
+
+from collections.abc import Iterator, Sequence
+
+from pdproxy.admin.seen import Seen, of_role
+from pdproxy.nodes.node import SERVING, NodeView, Role, State
+from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
+
+SLOWER = "Served, slower: decode nodes compute the prompts themselves."
+
+
+def loss(seen: Seen) -> str:
+    """A sentence for each model whose clients lose something; "" where none do."""
+    models = sorted({view.node.model for view in seen.nodes if view.node.model})
+    told: dict[str, str] = {}
+    for model in models or [""]:
+        for sentence in _of_model(seen, [view for view in seen.nodes if view.node.serves(model)]):
+            told[sentence] = f"{told[sentence]}, {model}" if sentence in told else model
+    return " ".join(f"{names}: {sentence}" if len(models) > 1 else sentence for sentence, names in told.items())
+
+
+def _of_model(seen: Seen, nodes: Sequence[NodeView]) -> Iterator[str]:
+    prefills, decodes = (of_role(nodes, role) for role in Role)
+    prefills_left, decodes_left = ([view for view in views if view.state in SERVING] for views in (prefills, decodes))
+    if not decodes_left:
+        if seen.on_no_decode is OnNoDecode.PREFILL and prefills_left:
+            yield "Served, slower: prefill nodes serve whole requests."
+        else:
+            yield "New requests get a 503: no decode node serves."
+        return
+    if prefills and not prefills_left:
+        if seen.on_prefill_failure is OnPrefillFailure.FAIL:
+            yield "New requests get a 503: no prefill node serves, and policy.on_prefill_failure is fail."
+            return
+        yield SLOWER
+    elif seen.hand_overs.fail:
+        yield SLOWER
+    for role, views, left in ((Role.PREFILL, prefills, prefills_left), (Role.DECODE, decodes, decodes_left)):
+        full = sum(view.state is not State.PROBING for view in left)
+        if left and full < len(views):
+            yield f"Served, with less room: {full} of {len(views)} {role} nodes take requests as usual."

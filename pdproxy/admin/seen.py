@@ -1,0 +1,74 @@
+"""Nodes and requests as this proxy has seen them: an incident is told by that alone. Pure: the time is given."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from pdproxy.nodes.hand_over_verdict import HandOverVerdict
+from pdproxy.nodes.node import NO_BARS, Bars, NodeView, Role, State
+from pdproxy.orchestration.in_flight import BadEnd, LegFault, RecentEnds
+from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
+
+WINDOW = 300.0
+"""Seconds for which something that went wrong is shown at all."""
+JUST_NOW = 30.0
+"""Seconds for which a failure on a node that serves counts as going on."""
+_OUT = (State.DOWN, State.REFUSED, State.PROBING)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """All that an incident is told by.
+
+    Attributes:
+        now: monotonic seconds.
+        not_ready: why this proxy serves nothing; "" where it does.
+        on_prefill_failure, on_no_decode: the policies, which decide what clients lose.
+    """
+
+    now: float
+    nodes: Sequence[NodeView]
+    recent: RecentEnds
+    bars: Bars = NO_BARS
+    not_ready: str = ""
+    hand_overs: HandOverVerdict = dataclasses.field(default_factory=HandOverVerdict)
+    on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
+    on_no_decode: OnNoDecode = OnNoDecode.FAIL
+
+    def out(self) -> Sequence[NodeView]:
+        """Nodes that get no requests, or one at a time, and not because an operator wishes it; one that joins counts
+        once a try to join has failed."""
+        return [view for view in self.nodes if view.state in _OUT or (view.state is State.JOINING and view.reason)]
+
+    def faults(self) -> Sequence[LegFault]:
+        """Legs that failed, of the last `WINDOW`."""
+        return [fault for fault in self.recent.faults if self.now - fault.at <= WINDOW]
+
+    def bad(self) -> Sequence[BadEnd]:
+        """Requests that ended badly, of the last `WINDOW`."""
+        return [end for end in self.recent.bad if self.now - end.at <= WINDOW]
+
+    def failing(self) -> Sequence[LegFault]:
+        """Legs that failed just now on nodes that are not out, and have not come back since."""
+        out = {view.name for view in self.out()}
+        back = {view.name: view.outage.ended for view in self.nodes if view.outage is not None}
+        return [
+            fault
+            for fault in self.faults()
+            if self.now - fault.at <= JUST_NOW and fault.node not in out and fault.at > back.get(fault.node, -math.inf)
+        ]
+
+    def bad_now(self) -> Sequence[BadEnd]:
+        """Requests that ended badly just now, and after the last node came back."""
+        back = max((view.outage.ended for view in self.nodes if view.outage is not None), default=-math.inf)
+        return [end for end in self.bad() if self.now - end.at <= JUST_NOW and end.at > back]
+
+
+def of_role(nodes: Iterable[NodeView], role: Role) -> list[NodeView]:
+    """The nodes of a role, of these."""
+    return [view for view in nodes if role in view.node.roles]
+
+
+def duration(seconds: float) -> str:
+    """For people: seconds, or minutes."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
