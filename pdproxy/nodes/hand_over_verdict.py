@@ -22,16 +22,20 @@ class HandOverVerdict:
         why: a sentence for each thing that keeps some from happening; empty where all is well.
         fail: none happen between the nodes that serve.
         used: what became of the tickets of the last minutes.
+        missing: a role of which nodes are known and none serves; None where there is none such.
     """
 
     why: Sequence[str] = ()
     fail: bool = False
     used: Used = dataclasses.field(default_factory=Used)
+    missing: Role | None = None
 
     def line(self) -> str:
         """All of it in one line, whether something is wrong or not."""
         if self.fail:
             return f"hand-overs fail: decode nodes compute the prompts themselves; {self.why[0]}"
+        if self.missing is not None:
+            return f"nothing is handed over: no {self.missing} node serves. {self.share()}"
         if self.why:
             return f"some hand-overs fail: {self.why[0]}. {self.share()}"
         return f"nothing keeps hand-overs from happening. {self.share()}"
@@ -55,7 +59,19 @@ def verdict(now: Snapshot, used: Used) -> HandOverVerdict:
         why.append(
             f"{used.in_vain:,} of the last {used.tickets:,} tickets were of no use: their prompts were computed twice"
         )
-    return HandOverVerdict(tuple(dict.fromkeys(why)), bool(why and decodes and not works), used)
+    return HandOverVerdict(tuple(dict.fromkeys(why)), bool(why and decodes and not works), used, _missing(now))
+
+
+def _missing(now: Snapshot) -> Role | None:
+    known = {role for view in now.nodes for role in view.node.roles}
+    return next(
+        (
+            role
+            for role in Role
+            if role in known and not any(_serves(view.state, view.node, role) for view in now.nodes)
+        ),
+        None,
+    )
 
 
 def _serves(state: State, node: Node, role: Role) -> bool:

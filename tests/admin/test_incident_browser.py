@@ -173,6 +173,8 @@ async def test_the_prefill_node_is_killed(page: Page, fleet: Fleet) -> None:
     await fleet.become(Fault.REFUSED, "p0")
     await shows(page, "loss", SLOWER)
     assert await text(page, "cause") == "✕ a node: p0"
+    line = "● nothing is handed over: no prefill node serves. No ticket was given in 5 minutes"
+    assert await text(page, "hand-overs") == line
 
 
 async def test_the_prefill_node_freezes(page: Page, fleet: Fleet) -> None:

@@ -2,10 +2,14 @@
 
 import asyncio
 import re
+import time
+from typing import Any
 
 import httpx
+import pytest
 from prometheus_client import CollectorRegistry
 
+from pdproxy import __version__
 from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext
 from pdproxy.admin.page import policy
@@ -19,17 +23,26 @@ from pdproxy.orchestration.in_flight import LegFailure
 from pdproxy.orchestration.request_record import FailureRecord
 from pdproxy.reasons import RouteReason
 from pdproxy.request import Endpoint
+from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
+from tests.fakes.refused import refuse
 from tests.orchestration.cluster import FakeCluster, read
 from tests.orchestration.prompts import body_for
 
 CHAT = body_for(Endpoint.CHAT, stream=True)
 
 
-def client_of(cluster: FakeCluster, token: str = "") -> httpx.AsyncClient:
+def client_of(cluster: FakeCluster, token: str = "", **policies: Any) -> httpx.AsyncClient:
     drainer = Drainer(cluster.pool, cluster.clock, cluster.context.background)
     live, clock = cluster.context.in_flight, cluster.clock
     context = AdminContext(
-        cluster.pool, drainer, CollectorRegistry(), asyncio.Event(), token=Secret(token), live=live, clock=clock
+        cluster.pool,
+        drainer,
+        CollectorRegistry(),
+        asyncio.Event(),
+        token=Secret(token),
+        live=live,
+        clock=clock,
+        **policies,
     )
     return httpx.AsyncClient(transport=httpx.ASGITransport(admin_app(context)), base_url="http://admin")
 
@@ -96,6 +109,28 @@ async def test_a_failure_is_shown_with_its_consequence() -> None:
         "ago": 3.0, "id": "r-7", "leg": "decode", "node": "d0", "fault": "stall", "step": "migrate",
         "outcome": "on_the_way",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("policy", "dead", "loss"),
+    [
+        ({"on_no_decode": OnNoDecode.PREFILL}, "d0", "Served, slower: prefill nodes serve whole requests."),
+        (
+            {"on_prefill_failure": OnPrefillFailure.FAIL},
+            "p0",
+            "New requests get a 503: no prefill node serves, and policy.on_prefill_failure is fail.",
+        ),
+    ],
+)
+async def test_what_clients_lose_depends_on_the_policies(policy: dict[str, Any], dead: str, loss: str) -> None:
+    cluster = FakeCluster(prefills=1, decodes=1)
+    refuse(cluster.pool, dead)
+    async with client_of(cluster, **policy) as client:
+        state = (await client.get("/ui/state")).json()
+    assert (state["incident"]["loss"], state["incident"]["nodes"]) == (loss, [dead])
+    assert state["version"] == __version__
+    assert state["at"] == pytest.approx(time.time(), abs=60)
+    assert state["incident"]["next"]["docs"].startswith("https://")
 
 
 async def test_with_a_token_the_page_is_empty_and_the_state_is_the_operators_alone() -> None:

@@ -82,6 +82,17 @@ def test_where_a_role_is_missing_nothing_is_said_of_hand_overs() -> None:
         assert (of(*views).why, of(*views).fail) == ((), False)
 
 
+def test_the_line_names_a_role_of_which_no_node_serves() -> None:
+    dead = of(view("p0", State.DOWN), view("d0"), used=Used(10, 5))
+    told = "Computed twice: the prompts of 5 of 10 tickets in 5 minutes (50%)"
+    assert dead.line() == f"nothing is handed over: no prefill node serves. {told}"
+    assert not dead.fail, "the node is out, and what is wrong is said of it"
+    assert (
+        of(view("p0"), view("d0", State.DRAINING)).line().startswith("nothing is handed over: no decode node serves.")
+    )
+    assert of(view("p0", State.DOWN), view("p1"), view("d0")).line().startswith("nothing keeps")
+
+
 def test_many_tickets_in_vain() -> None:
     pair = view("p0"), view("d0")
     assert not of(*pair, used=Used(19, 19)).why

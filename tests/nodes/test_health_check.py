@@ -101,6 +101,13 @@ async def test_whether_nothing_comes_back_is_kept_of_the_last_probe_and_of_a_try
     assert not pool.view("d1").silent
 
 
+async def test_nothing_comes_back_from_a_node_that_is_given_up_for_its_silence(pool: Pool, health: HealthCheck) -> None:
+    """Its last probe may have gone well: the next one is some seconds away."""
+    await visit_all(health, pool)
+    pool.give_up("d1", "health: silent for 2 s")
+    assert pool.view("d1").silent
+
+
 async def test_the_last_outage_is_kept(
     pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
 ) -> None:
