@@ -110,7 +110,6 @@ class NixlConnector(NixlPullConnector):
         # Skips NixlPullConnector's constructor, which would make vLLM's own two sides, the worker's with a NIXL agent.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         config = following(from_vllm(vllm_config.kv_transfer_config, os.environ))
-        self._prefills = config.role.prefills
         if role == KVConnectorRole.SCHEDULER:
             from vllm.v1.core.sched.scheduler import Scheduler
             from vllm.v1.engine.core import EngineCore
@@ -129,7 +128,8 @@ class NixlConnector(NixlPullConnector):
     def requires_kv_delivery(self) -> bool:
         """Whether a preempted request may not end by an output of before: its ticket would name freed blocks. vLLM goes
         by `kv_role`, which of a node of both roles may say that it reads alone."""
-        return self._prefills
+        assert self.connector_scheduler is not None  # vLLM asks in the scheduler's process
+        return self.connector_scheduler.prefills
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM names the argument

@@ -99,6 +99,11 @@ class SchedulerBase(NixlPullConnectorScheduler):
                 "(pdproxy_key_file or PDPROXY_TICKET_KEYS) wherever others can reach them."
             )
 
+    @property
+    def prefills(self) -> bool:
+        """Whether this node computes prompts for others."""
+        return self._config.role.prefills
+
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """Issue tickets with this fingerprint, and accept only those that have the same."""
         self._fingerprint = fingerprint
