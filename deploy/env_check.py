@@ -37,7 +37,7 @@ def unknown(env: str, names: Iterable[str]) -> Iterator[str]:
 
 
 ADVICE = {
-    "NODE_ADDRESS": "the address by which the other host reaches this one; with both roles on one host 127.0.0.1",
+    "NODE_ADDRESS": "the address by which the other hosts reach this one; where none has a node, 127.0.0.1",
 }
 """What to set a variable to, by its name."""
 

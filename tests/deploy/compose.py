@@ -17,7 +17,7 @@ from deploy.local.paths import ROOT
 
 COMPOSE = ROOT / "compose.yaml"
 EXAMPLE = ROOT / ".env.example"
-PROFILES = [word for profile in ("prefill", "decode", "cpu", "watch") for word in ("--profile", profile)]
+PROFILES = [word for profile in ("prefill", "decode", "node", "cpu", "watch") for word in ("--profile", profile)]
 Service = dict[str, Any]
 RUN = """
 import podman_compose as compose

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from connector.config import ConnectorConfig
+from connector.config import ConnectorConfig, Role
 from deploy.local.paths import ROOT
 from pdproxy.admin.guard import KnownHosts
 from pdproxy.credential import read_secret
@@ -20,15 +20,21 @@ from tests.deploy.dockerfile import FOLDER, stages
 PROFILES = {
     "prefill": {"env-check", "prefill"},
     "decode": {"env-check", "admin-token", "decode", "proxy"},
+    "node": {"env-check", "admin-token", "node", "node-proxy"},
     "cpu": {"cpu-env-check", "admin-token", "cpu-prefill", "cpu-decode", "cpu-proxy"},
     "watch": {"prometheus", "grafana"},
 }
 NODES = [
-    ("prefill", "prefill", "kv_producer"),
-    ("decode", "decode", "kv_consumer"),
-    ("cpu", "cpu-prefill", "kv_producer"),
-    ("cpu", "cpu-decode", "kv_consumer"),
+    ("prefill", "prefill", Role.PREFILL),
+    ("decode", "decode", Role.DECODE),
+    ("node", "node", Role.BOTH),
+    ("cpu", "cpu-prefill", Role.PREFILL),
+    ("cpu", "cpu-decode", Role.DECODE),
 ]
+GPU_NODES = ("prefill", "decode", "node")
+PROXIES = pytest.mark.parametrize(
+    ("profile", "service"), [("decode", "proxy"), ("node", "node-proxy"), ("cpu", "cpu-proxy")]
+)
 ENVIRONMENT = {
     "MODEL": "/models/some model",
     "MODEL_REVISION": "0123abc",
@@ -44,6 +50,9 @@ ENVIRONMENT = {
     "DECODE_GPUS": "4,5",
     "DECODE_SIDE_CHANNEL_PORT": "5901",
     "DECODE_PORT": "9999",
+    "NODE_GPUS": "6,7",
+    "NODE_SIDE_CHANNEL_PORT": "5902",
+    "NODE_PORT": "9997",
     "ADMIN_PORT": "9998",
 }
 """What an operator may set; in one, for to resolve the variables takes most of a second."""
@@ -56,7 +65,7 @@ def test_every_profile_resolves_to_its_services(profile: str) -> None:
     assert set(resolved(profile)) == PROFILES[profile]
 
 
-@pytest.mark.parametrize(("profile", "service"), [("decode", "proxy"), ("cpu", "cpu-proxy")])
+@PROXIES
 def test_the_proxy_accepts_its_environment(profile: str, service: str, tmp_path: Path) -> None:
     values = resolved(profile, ADMIN_NAMES="admin.example")[service]["environment"]
     make_token(tmp_path)
@@ -91,7 +100,7 @@ def test_the_token_of_operators_is_made_once_and_differs_everywhere(tmp_path: Pa
     assert [path.name for path in one.iterdir()] == ["admin.token"]
 
 
-@pytest.mark.parametrize(("profile", "service"), [("decode", "proxy"), ("cpu", "cpu-proxy")])
+@PROXIES
 def test_the_proxy_starts_once_its_token_is_there(profile: str, service: str) -> None:
     services = resolved(profile)
     assert container(service, services[service], {}).ended == {"admin-token"}
@@ -118,7 +127,7 @@ def test_the_proxys_keys_are_where_the_example_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("profile", "service", "role"), NODES)
-def test_the_connector_accepts_a_nodes_configuration(profile: str, service: str, role: str) -> None:
+def test_the_connector_accepts_a_nodes_configuration(profile: str, service: str, role: Role) -> None:
     words = " ".join(resolved(profile)[service]["command"])
     found = re.search(r"--kv-transfer-config[= ](\{.*?\})( --|$)", words)
     assert found is not None
@@ -130,12 +139,12 @@ def test_the_connector_accepts_a_nodes_configuration(profile: str, service: str,
 
 
 def test_gpu_nodes_can_resume_unless_the_model_has_no_states() -> None:
-    usual = [" ".join(resolved(name)[name]["command"]) for name in ("prefill", "decode")]
-    assert [re.findall(r"--prefix-match-unit=(\d+)", words) for words in usual] == [["16"], ["16"]]
-    assert "--prefix-match-unit" not in " ".join(resolved("prefill", **OFF)["prefill"]["command"])
+    for name in GPU_NODES:
+        assert re.findall(r"--prefix-match-unit=(\d+)", " ".join(resolved(name)[name]["command"])) == ["16"]
+        assert "--prefix-match-unit" not in " ".join(resolved(name, **OFF)[name]["command"])
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode"])
+@pytest.mark.parametrize("name", GPU_NODES)
 def test_gpu_nodes_publish_what_they_cache_at_their_own_address_unless_told_not_to(name: str) -> None:
     node, quiet = resolved(name, **ENVIRONMENT)[name], resolved(name, **OFF)[name]
     assert "--kv-events-config.enable_kv_cache_events=true" in node["command"]
@@ -144,7 +153,9 @@ def test_gpu_nodes_publish_what_they_cache_at_their_own_address_unless_told_not_
     assert "--kv-events-config.enable_kv_cache_events=false" in quiet["command"]
 
 
-@pytest.mark.parametrize(("name", "gpus", "port"), [("prefill", "2,3", "5900"), ("decode", "4,5", "5901")])
+@pytest.mark.parametrize(
+    ("name", "gpus", "port"), [("prefill", "2,3", "5900"), ("decode", "4,5", "5901"), ("node", "6,7", "5902")]
+)
 def test_a_gpu_node_has_what_nixl_and_ucx_need(name: str, gpus: str, port: str) -> None:
     node = resolved(name, **ENVIRONMENT)[name]
     assert (node["network_mode"], node["ipc"], node["cap_add"]) == ("host", "host", ["IPC_LOCK"])
@@ -168,16 +179,41 @@ def test_variables_of_the_env_file_reach_the_services() -> None:
     assert services["proxy"]["environment"]["PDPROXY_LISTEN_ADMIN_PORT"] == "9998"
 
 
+def test_the_proxy_of_equal_nodes_is_told_the_one_here_and_others_where_they_are_said(tmp_path: Path) -> None:
+    services = resolved("node", **ENVIRONMENT)
+    assert services["node"]["command"][:3] == ["/models/some model", "--port", "9997"]
+    assert services["node"]["environment"]["NODE_PORT"] == "9997"
+    make_token(tmp_path)
+    for said, urls in (
+        ({}, ["http://127.0.0.1:8300"]),
+        ({"NODE_URLS": "http://n:1,http://m:2"}, ["http://n:1", "http://m:2"]),
+    ):
+        node, proxy = (resolved("node", **said)[name] for name in ("node", "node-proxy"))
+        settings = load(environment=with_token(proxy["environment"], tmp_path))
+        assert [(each.url, each.roles) for each in settings.nodes] == [(url, ("prefill", "decode")) for url in urls]
+        assert node["environment"]["NODE_PORT"] == node["command"][node["command"].index("--port") + 1] == "8300"
+
+
+def test_both_proxies_on_gpu_hosts_differ_in_their_nodes_alone() -> None:
+    one, other = resolved("decode")["proxy"], resolved("node")["node-proxy"]
+    differ = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    assert differ == {"profiles", "environment", "depends_on"}
+    nodes = {"PDPROXY_PREFILL", "PDPROXY_DECODE", "PDPROXY_NODE"}
+    assert {name: one["environment"][name] for name in one["environment"].keys() - nodes} == {
+        name: other["environment"][name] for name in other["environment"].keys() - nodes
+    }
+
+
 def test_one_lease_and_one_revision_for_all(tmp_path: Path) -> None:
     """A ticket that is tried for longer than its blocks are kept costs a failed read."""
-    prefill, services = resolved("prefill", **ENVIRONMENT)["prefill"], resolved("decode", **ENVIRONMENT)
-    decode, values = services["decode"], services["proxy"]["environment"]
     make_token(tmp_path)
-    assert float(load(environment=with_token(values, tmp_path)).policy.ticket_life) == 45.0
-    for node in (prefill, decode):
-        words = node["command"]
+    for profile, proxy in (("decode", "proxy"), ("node", "node-proxy")):
+        values = resolved(profile, **ENVIRONMENT)[proxy]["environment"]
+        assert float(load(environment=with_token(values, tmp_path)).policy.ticket_life) == 45.0
+    for name in GPU_NODES:
+        words = resolved(name, **ENVIRONMENT)[name]["command"]
         config = json.loads(words[words.index("--kv-transfer-config") + 1])
-        assert config["kv_connector_extra_config"] == {"kv_lease_duration": 45}
+        assert config["kv_connector_extra_config"]["kv_lease_duration"] == 45
         assert words[words.index("--revision") + 1] == words[words.index("--tokenizer-revision") + 1] == "0123abc"
 
 
@@ -186,14 +222,14 @@ def given(values: dict[str, object]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def test_on_two_hosts_of_one_gpu_each_both_roles_have_it() -> None:
-    for name in ("prefill", "decode"):
+def test_on_hosts_of_one_gpu_each_every_node_has_it() -> None:
+    for name in GPU_NODES:
         [reserved] = resolved(name)[name]["deploy"]["resources"]["reservations"]["devices"]
         assert reserved["device_ids"] == ["0"]
 
 
 def test_what_is_compiled_outlives_the_container() -> None:
-    for name in ("prefill", "decode"):
+    for name in GPU_NODES:
         node = resolved(name)[name]
         [place] = [volume.split(":")[1] for volume in node["volumes"] if volume.startswith("./.cache/compile:")]
         caches = ("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
@@ -211,7 +247,12 @@ def test_on_one_host_the_proxy_finds_both_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("profile", "name", "nodes"), [("decode", "proxy", {"decode"}), ("cpu", "cpu-proxy", {"cpu-prefill", "cpu-decode"})]
+    ("profile", "name", "nodes"),
+    [
+        ("decode", "proxy", {"decode"}),
+        ("node", "node-proxy", {"node"}),
+        ("cpu", "cpu-proxy", {"cpu-prefill", "cpu-decode"}),
+    ],
 )
 def test_the_proxy_waits_for_no_model(profile: str, name: str, nodes: set[str]) -> None:
     """Loading takes unknown time: the proxy starts at once and adds nodes as they come, and stops before they do."""

@@ -57,11 +57,12 @@ def test_the_exit_status_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("profile", "name"), [("prefill", "env-check"), ("decode", "env-check"), ("cpu", "cpu-env-check")]
+    ("profile", "name"),
+    [("prefill", "env-check"), ("decode", "env-check"), ("node", "env-check"), ("cpu", "cpu-env-check")],
 )
 def test_compose_runs_it_before_any_node(profile: str, name: str, tmp_path: Path) -> None:
     services = resolved(profile)
-    nodes = {each for each in services if each.removeprefix("cpu-") in ("prefill", "decode")}
+    nodes = {each for each in services if each.removeprefix("cpu-") in ("prefill", "decode", "node")}
     assert nodes
     for each in nodes:
         assert services[each]["depends_on"][name]["condition"] == "service_completed_successfully"
@@ -75,7 +76,7 @@ def test_compose_runs_it_before_any_node(profile: str, name: str, tmp_path: Path
     for env, address, said in (
         ("MODEL=a", "10.0.0.1", ""),
         ("MODELL=a", "10.0.0.1", ".env: compose.yaml has no MODELL: did you mean MODEL?\n"),
-        ("MODEL=a", "", "set NODE_ADDRESS in .env: the address by which the other host" if gpu else ""),
+        ("MODEL=a", "", "set NODE_ADDRESS in .env: the address by which the other hosts" if gpu else ""),
     ):
         folder = site(tmp_path, env)
         (folder / "deploy").mkdir(exist_ok=True)
