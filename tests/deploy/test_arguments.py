@@ -17,8 +17,8 @@ from tests.deploy.compose import resolved
 from tests.helm.engine import Engine, Manifest, Manifests, engine, only_container, read_values, value_files
 
 Parse = Callable[[list[str]], Namespace]
-NODES = [("prefill", "prefill"), ("decode", "decode"), ("cpu", "cpu-prefill"), ("cpu", "cpu-decode")]
-ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+NODES = [("prefill", "prefill"), ("decode", "decode"), ("node", "node"), ("cpu", "cpu-prefill"), ("cpu", "cpu-decode")]
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "node": "kv_consumer"}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def helm() -> Iterator[Engine]:
 
 def node_pods(manifests: Manifests) -> Iterator[tuple[str, Manifest]]:
     """Every pod of a node with its role, the workers of groups among them."""
-    for role in ("prefill", "decode"):
+    for role in manifests.kinds():
         yield role, manifests.node(role)
     for group in manifests.of("LeaderWorkerSet"):
         yield group["metadata"]["name"].rpartition("-")[2], group["spec"]["leaderWorkerTemplate"]["workerTemplate"]

@@ -17,6 +17,10 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "pdproxy"
 RELEASE, NAMESPACE = "demo", "llm"
 
+KINDS = ("prefill", "decode", "node")
+"""Of nodes."""
+WORKLOADS = ("StatefulSet", "LeaderWorkerSet", "Deployment")
+
 Manifest = dict[str, Any]
 
 
@@ -92,9 +96,14 @@ class Manifests:
         [found] = [each for each in self.of(kind) if each["metadata"]["name"].endswith(ending)]
         return found
 
+    def kinds(self) -> list[str]:
+        """The kinds of nodes that there are: prefill, decode, node."""
+        names = [each["metadata"]["name"] for kind in WORKLOADS for each in self.of(kind)]
+        return [kind for kind in KINDS if any(name.endswith(f"-{kind}") for name in names)]
+
     def node(self, role: str) -> Manifest:
-        """The pod of a role's nodes (of the leader, where a node has several machines)."""
-        for each in self.of("StatefulSet") + self.of("LeaderWorkerSet") + self.of("Deployment"):
+        """The pod of a kind of nodes (of the leader, where a node has several machines)."""
+        for each in (found for kind in WORKLOADS for found in self.of(kind)):
             if each["metadata"]["name"].endswith(f"-{role}"):
                 spec = each["spec"]
                 pod: Manifest = (
@@ -121,6 +130,17 @@ def value_files() -> dict[str, Path | None]:
     """The values that everything must hold for, by name."""
     paths = sorted([*CHART.glob("ci/*-values.yaml"), *CHART.glob("examples/*.yaml")])
     return {"default": None, **{path.stem: path for path in paths}}
+
+
+def kinds_of(values: Mapping[str, Any]) -> list[str]:
+    """The kinds of nodes that values ask for."""
+    kinds: list[str] = values.get("nodes", {}).get("kinds", ["prefill", "decode"])
+    return kinds
+
+
+def nodes_of_files() -> list[tuple[str, str]]:
+    """Every kind of nodes of every values file: the file's name and the kind."""
+    return [(name, kind) for name, path in value_files().items() for kind in kinds_of(read_values(path))]
 
 
 @contextmanager

@@ -4,13 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.settings.types import Role
+from pdproxy.settings.types import Role, kind_of_node
 from tests.helm.conftest import Rendered
-from tests.helm.engine import Engine, Manifest, Manifests, only_container, read_values, value_files
+from tests.helm.engine import (
+    KINDS,
+    Engine,
+    Manifest,
+    Manifests,
+    nodes_of_files,
+    only_container,
+    read_values,
+    value_files,
+)
 from tests.helm.settings import loaded, pod_of
 
 ALL = pytest.mark.parametrize("values", value_files())
 ROLES = tuple(Role)
+ALL_NODES = pytest.mark.parametrize(("values", "kind"), nodes_of_files())
 
 
 def asked(values: str, kind: str) -> dict[str, object]:
@@ -18,33 +28,40 @@ def asked(values: str, kind: str) -> dict[str, object]:
     return {**read_values(value_files()[values]), "discovery": {"kind": kind}}
 
 
-def headless(manifests: Manifests, role: Role) -> Manifest:
-    """The service of a role's HTTP servers."""
+def headless(manifests: Manifests, kind: str) -> Manifest:
+    """The service of the HTTP servers of a kind of nodes."""
     [found] = [
         each
         for each in manifests.of("Service")
-        if each["metadata"]["labels"]["app.kubernetes.io/component"] == role and each["spec"]["clusterIP"] == "None"
+        if each["metadata"]["labels"]["app.kubernetes.io/component"] == kind and each["spec"]["clusterIP"] == "None"
     ]
     return found
 
 
 def most_of(manifests: Manifests, name: str) -> int:
     """How many nodes there may be of a workload."""
-    found = [each["spec"] for each in manifests.all if each["metadata"]["name"] == name]
+    found = [each["spec"] for each in manifests.all if "spec" in each and named(each, name)]
     counts = [spec.get("maxReplicas", spec.get("maxReplicaCount", spec.get("replicas", 0))) for spec in found]
     return int(max(counts))
 
 
-@ALL
-def test_watches_the_services_of_both_roles(helm: Engine, values: str, tmp_path: Path) -> None:
+@ALL_NODES
+def test_watches_the_service_of_each_kind(helm: Engine, values: str, kind: str, tmp_path: Path) -> None:
     manifests = helm.manifests(asked(values, "kubernetes"))
     found = loaded(manifests, tmp_path).discovery
-    assert (found.prefill, found.decode, found.namespace) == ("kubernetes", "kubernetes", "llm")
-    for role, selector in ((ROLES[0], found.prefill_selector), (ROLES[1], found.decode_selector)):
-        service = headless(manifests, role)
-        assert selector == f"kubernetes.io/service-name={service['metadata']['name']}"
-        assert found.port_name in {port["name"] for port in service["spec"]["ports"]}
-        assert service["spec"]["publishNotReadyAddresses"] is False  # or every endpoint would be called ready
+    assert (getattr(found, kind), found.namespace) == ("kubernetes", "llm")
+    service = headless(manifests, kind)
+    assert getattr(found, f"{kind}_selector") == f"kubernetes.io/service-name={service['metadata']['name']}"
+    assert found.port_name in {port["name"] for port in service["spec"]["ports"]}
+    assert service["spec"]["publishNotReadyAddresses"] is False  # or every endpoint would be called ready
+
+
+@ALL
+@pytest.mark.parametrize("by", ["kubernetes", "dns"])
+def test_looks_for_no_kind_that_is_not_there(helm: Engine, values: str, by: str, tmp_path: Path) -> None:
+    manifests = helm.manifests(asked(values, by))
+    found = loaded(manifests, tmp_path).discovery
+    assert [kind for kind in KINDS if getattr(found, kind) == by] == manifests.kinds()
 
 
 def test_may_watch_and_nothing_else(helm: Engine) -> None:
@@ -68,29 +85,27 @@ def test_needs_no_rights_otherwise(helm: Engine, kind: str) -> None:
     assert pod_of(manifests)["spec"]["automountServiceAccountToken"] is False
 
 
-@ALL
-def test_looks_up_the_services_of_both_roles(helm: Engine, values: str, tmp_path: Path) -> None:
+@ALL_NODES
+def test_looks_up_the_service_of_each_kind(helm: Engine, values: str, kind: str, tmp_path: Path) -> None:
     manifests = helm.manifests(asked(values, "dns"))
     found = loaded(manifests, tmp_path).discovery
-    for role, name in ((ROLES[0], found.prefill_name), (ROLES[1], found.decode_name)):
-        assert name == f"{headless(manifests, role)['metadata']['name']}.llm.svc"
-        assert found.dns_port == headless(manifests, role)["spec"]["ports"][0]["port"]
+    assert getattr(found, f"{kind}_name") == f"{headless(manifests, kind)['metadata']['name']}.llm.svc"
+    assert found.dns_port == headless(manifests, kind)["spec"]["ports"][0]["port"]
 
 
-@ALL
-def test_names_every_node_that_there_may_be(helm: Engine, values: str, tmp_path: Path) -> None:
+@ALL_NODES
+def test_names_every_node_that_there_may_be(helm: Engine, values: str, kind: str, tmp_path: Path) -> None:
     manifests = helm.manifests(asked(values, "static"))
     nodes = loaded(manifests, tmp_path).nodes
-    probe = only_container(manifests.node("decode"))["startupProbe"]["httpGet"]
+    probe = only_container(manifests.node(kind))["startupProbe"]["httpGet"]
     scheme = probe["scheme"].lower()
-    for role in ROLES:
-        name = f"{manifests.one('Deployment')['metadata']['name']}-{role}"
-        wanted = {
-            f"{scheme}://{pod}.{name}.llm.svc:8000"
-            for index in range(most_of(manifests, name))
-            for pod in serving(manifests, name, index)
-        }
-        assert {node.url for node in nodes if role in node.roles} == wanted
+    name = f"{manifests.one('Deployment')['metadata']['name']}-{kind}"
+    wanted = {
+        f"{scheme}://{pod}.{name}.llm.svc:8000"
+        for index in range(most_of(manifests, name))
+        for pod in serving(manifests, name, index)
+    }
+    assert {node.url for node in nodes if kind_of_node(node.roles) == kind} == wanted
 
 
 def serving(manifests: Manifests, name: str, index: int) -> list[str]:

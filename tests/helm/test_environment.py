@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from tests.helm.conftest import Rendered
-from tests.helm.engine import Engine, Manifest, Manifests, only_container, read_values, value_files
+from tests.helm.engine import KINDS, Engine, Manifest, Manifests, only_container, read_values, value_files
 from tests.helm.settings import pod_of
 
 ALL = pytest.mark.parametrize("values", value_files())
-PARTS = ("prefill", "decode", "proxy")
+PARTS = (*KINDS, "proxy")
 
 
 def containers(manifests: Manifests) -> Iterator[tuple[str, Manifest]]:
     """Every container with the part of the values that its own variables come from; of a group both."""
     yield "proxy", only_container(pod_of(manifests))
-    for role in ("prefill", "decode"):
+    for role in manifests.kinds():
         yield role, only_container(manifests.node(role))
     for group in manifests.of("LeaderWorkerSet"):
         role = group["metadata"]["name"].rpartition("-")[2]

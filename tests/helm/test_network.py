@@ -22,8 +22,7 @@ def pods(manifests: Manifests) -> dict[str, Pod]:
     """Every sort of pod, by what it is."""
     return {
         "proxy": Pod(pod_of(manifests)["metadata"]["labels"]),
-        "prefill": Pod(manifests.node("prefill")["metadata"]["labels"]),
-        "decode": Pod(manifests.node("decode")["metadata"]["labels"]),
+        **{kind: Pod(manifests.node(kind)["metadata"]["labels"]) for kind in manifests.kinds()},
         "smoke": Pod(manifests.one("Pod")["metadata"]["labels"]),
         "stranger": STRANGER,
         "abroad": ABROAD,
@@ -34,7 +33,7 @@ def through(manifests: Manifests, port: int) -> set[tuple[str, str]]:
     """Who may connect to whom on a port, as far as nodes are asked."""
     there = pods(manifests)
     policies = manifests.of("NetworkPolicy")
-    asked = itertools.product(there, ("prefill", "decode"))
+    asked = itertools.product(there, manifests.kinds())
     return {(source, node) for source, node in asked if allowed(policies, there[source], there[node], port)}
 
 
@@ -125,6 +124,24 @@ def test_the_download_job_reaches_the_hub_and_nobody_reaches_it(helm: Engine) ->
     assert allowed(policies, job, ABROAD, 53, "UDP")
     assert not allowed(policies, job, there["decode"], HTTP)
     assert not any(allowed(policies, source, job, HTTP) for source in there.values())
+
+
+def test_nodes_that_do_both_reach_each_other(rendered: Rendered) -> None:
+    """And each of the other kinds, where there are any."""
+    equal = rendered("qwen3.6-35b-a3b-nodes")
+    assert through(equal, HTTP) == through(equal, EVENTS) == {("proxy", "node")}
+    assert through(equal, SIDE_CHANNEL) == through(equal, UCX_LAST) == {("node", "node")}
+    assert through(equal, UCX_LAST + 1) == through(equal, NCCL) == set()
+
+
+def test_nodes_of_all_kinds_reach_those_that_they_exchange_tickets_with(rendered: Rendered) -> None:
+    """There, those that do both have four ranks on two machines, which speak to each other."""
+    mixed = rendered("all-kinds-values")
+    partners = BETWEEN_ROLES | {pair for role in ("prefill", "decode") for pair in ((role, "node"), ("node", role))}
+    assert through(mixed, SIDE_CHANNEL) == through(mixed, SIDE_CHANNEL + 3) == partners | {("node", "node")}
+    assert through(mixed, UCX_FIRST) == partners | {("node", "node")}
+    assert through(mixed, EVENTS + 3) - {("node", "node")} == {("proxy", kind) for kind in mixed.kinds()}
+    assert through(mixed, NCCL) == {("node", "node")}
 
 
 def test_who_reaches_the_proxy(rendered: Rendered) -> None:

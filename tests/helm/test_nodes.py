@@ -11,9 +11,9 @@ import pytest
 
 from connector.config import ConnectorConfig
 from tests.helm.conftest import Rendered
-from tests.helm.engine import Engine, Manifest, only_container, value_files
+from tests.helm.engine import Engine, Manifest, nodes_of_files, only_container
 
-ALL = pytest.mark.parametrize("values", value_files())
+ALL_NODES = pytest.mark.parametrize(("values", "role"), nodes_of_files())
 ROLES = pytest.mark.parametrize("role", ["prefill", "decode"])
 
 
@@ -47,8 +47,7 @@ def test_both_roles_can_resume_at_the_same_places(helm: Engine) -> None:
         assert {arguments(made.node(role)).get("--prefix-match-unit") for role in ("prefill", "decode")} == {told}
 
 
-@ALL
-@ROLES
+@ALL_NODES
 def test_nodes_publish_what_they_cache(rendered: Rendered, values: str, role: str) -> None:
     told = arguments(rendered(values).node(role))
     assert told["--prefix-caching-hash-algo"] == "sha256_cbor"
@@ -64,8 +63,7 @@ def test_nodes_can_be_told_to_publish_nothing(helm: Engine) -> None:
     assert not {"--kv-events-config", "--prefix-caching-hash-algo"} & quiet.keys()
 
 
-@ALL
-@ROLES
+@ALL_NODES
 def test_the_connector_accepts_its_configuration(rendered: Rendered, values: str, role: str, tmp_path: Path) -> None:
     said = json.loads(arguments(rendered(values).node(role))["--kv-transfer-config"])
     assert (said["kv_connector"], said["kv_connector_module_path"]) == (
@@ -79,20 +77,18 @@ def test_the_connector_accepts_its_configuration(rendered: Rendered, values: str
         (tmp_path / "ticket.keys").write_text("0123456789abcdef\n")
         extra["pdproxy_key_file"] = str(tmp_path / "ticket.keys")
     config = ConnectorConfig.from_extra(said["kv_role"], said["kv_load_failure_policy"], extra, {})
-    assert (config.role.prefills, config.role.decodes) == (role == "prefill", role == "decode")
+    assert (config.role.prefills, config.role.decodes) == (role != "decode", role != "prefill")
     assert config.lease_duration == 30
 
 
-@ALL
-@ROLES
+@ALL_NODES
 def test_vllm_knows_every_flag(rendered: Rendered, values: str, role: str) -> None:
     known = vllm_flags()
     unknown = {flag for flag in arguments(rendered(values).node(role)).keys() - {""} if flag not in known}
     assert not unknown
 
 
-@ALL
-@ROLES
+@ALL_NODES
 def test_the_side_channel_is_at_the_pods_own_address(rendered: Rendered, values: str, role: str) -> None:
     pod = rendered(values).node(role)
     said = variables(pod)
@@ -107,8 +103,7 @@ def test_the_side_channel_is_at_the_pods_own_address(rendered: Rendered, values:
     assert shm["emptyDir"]["medium"] == "Memory"
 
 
-@ALL
-@ROLES
+@ALL_NODES
 def test_has_the_time_to_end(rendered: Rendered, values: str, role: str) -> None:
     pod = rendered(values).node(role)
     pause = only_container(pod)["lifecycle"]["preStop"]["sleep"]["seconds"]
@@ -143,6 +138,22 @@ def test_one_and_one(rendered: Rendered) -> None:
     for workload in manifests.of("StatefulSet"):
         [claim] = workload["spec"]["volumeClaimTemplates"]
         assert claim["spec"]["resources"]["requests"]["storage"] == "60Gi"
+
+
+def test_equal_nodes(rendered: Rendered) -> None:
+    manifests = rendered("qwen3.6-35b-a3b-nodes")
+    [workload] = manifests.of("StatefulSet")
+    assert (workload["metadata"]["name"], workload["spec"]["replicas"]) == ("demo-pdproxy-node", 2)
+    fixed = rendered("qwen3.6-35b-a3b-1p1d").node("decode")
+    assert pod_without_its_kind(manifests.node("node")) == pod_without_its_kind(fixed)
+
+
+def pod_without_its_kind(pod: Manifest) -> str:
+    """The text of a pod, without what nodes that do both have of their own."""
+    text = json.dumps(pod, sort_keys=True).replace(r",\"pdproxy_roles\":[\"prefill\",\"decode\"]", "")
+    for told in ('component": "{}"', 'subPath": "{}"', 'pdproxy-compile-cache/{}"'):
+        text = text.replace(told.format("node"), told.format("decode"))
+    return text
 
 
 def test_a_node_of_several_machines(rendered: Rendered) -> None:
@@ -197,8 +208,7 @@ def test_nodes_that_must_be_on_one_machine_do_not_wait_for_proxies_there(rendere
         }
 
 
-@ALL
-@ROLES
+@ALL_NODES
 def test_engines_have_as_long_to_load_as_the_probes_give_them(rendered: Rendered, values: str, role: str) -> None:
     """vLLM's API servers would give up after ten minutes."""
     pod = rendered(values).node(role)

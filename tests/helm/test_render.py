@@ -89,7 +89,8 @@ def test_selectors_find_their_pods(rendered: Rendered, values: str) -> None:
     for workload in manifests.of("Deployment") + manifests.of("StatefulSet"):
         wanted = workload["spec"]["selector"]["matchLabels"]
         assert wanted.items() <= workload["spec"]["template"]["metadata"]["labels"].items()
-    pods = [manifests.node("prefill"), manifests.node("decode"), manifests.one("Deployment")["spec"]["template"]]
+    nodes = [manifests.node(kind) for kind in manifests.kinds()]
+    pods = [*nodes, manifests.one("Deployment")["spec"]["template"]]
     for service in manifests.of("Service"):
         index = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}  # which that controller puts on leaders
         found = [
@@ -115,7 +116,7 @@ def test_foreign_kinds_have_what_their_projects_ask_for(rendered: Rendered) -> N
 
 
 EIGHT = {"parallel": {"tensor": 8}, "gpus": {"count": 8}}
-UNEQUAL = "WARNING: prefill nodes have parallel.tensor 8, decode nodes 1."
+UNEQUAL = "WARNING: prefill nodes have parallel.tensor 8, decode nodes 1"
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,8 @@ UNEQUAL = "WARNING: prefill nodes have parallel.tensor 8, decode nodes 1."
         ({"prefill": EIGHT, "model": {"blockSize": 1056}}, False),
         ({"prefill": EIGHT, "model": {"extraArgs": ["--block-size", "1056"]}}, False),
         ({"prefill": EIGHT, "decode": EIGHT}, False),
+        ({"prefill": EIGHT, "node": EIGHT, "nodes": {"kinds": ["prefill", "decode", "node"]}}, True),
+        ({"prefill": EIGHT, "nodes": {"kinds": ["node"]}}, False),
     ],
 )
 def test_notes_warn_of_block_sizes_that_may_differ(helm: Engine, values: dict[str, Any], warned: bool) -> None:

@@ -15,7 +15,7 @@ from tests.helm.conftest import Rendered
 from tests.helm.engine import CHART, Engine, Manifests, value_files
 
 SERIES = re.compile(r"\bpdproxy_[a-z_]+\b")
-OTHERS = {"pdproxy_key_file", "pdproxy_weights_label", "pdproxy_connector", "pdproxy_endpoints"}
+OTHERS = {"pdproxy_key_file", "pdproxy_roles", "pdproxy_weights_label", "pdproxy_connector", "pdproxy_endpoints"}
 """The connector's settings and plugins, which look alike."""
 
 
@@ -89,11 +89,25 @@ def test_the_examples_scale_by_what_the_last_hour_needed_too(rendered: Rendered,
     }
 
 
+def test_nodes_that_do_both_are_scaled_by_prompts_and_by_streams(helm: Engine) -> None:
+    """And by what both roles together needed."""
+    scaled = {"node": {"autoscaling": {"kind": "hpa", "advice": True}}, "nodes": {"kinds": ["node"]}}
+    found = {
+        (workload, series, labels.get("role"), each) for workload, series, labels, each in asked(helm.manifests(scaled))
+    }
+    assert found == {
+        ("demo-pdproxy-node", "pdproxy_prefill_pending_tokens_estimate", None, "32768"),
+        ("demo-pdproxy-node", "pdproxy_node_active", "decode", "64"),
+        ("demo-pdproxy-node", "pdproxy_nodes_needed", None, "1"),
+    }
+
+
 @pytest.mark.parametrize(
     "values", [name for name, path in value_files().items() if path is None or path.parent.name != "ci"]
 )
 def test_what_is_scaled_in_hands_its_streams_over_while_it_runs(helm: Engine, rendered: Rendered, values: str) -> None:
-    pod = rendered(values).node("decode")["spec"]
+    manifests = rendered(values)
+    pod = manifests.node(manifests.kinds()[-1])["spec"]
     [container] = pod["containers"]
     lives = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     lives += next(int(word.split("=")[1]) for word in container["args"] if word.startswith("--shutdown-timeout="))

@@ -9,7 +9,7 @@ import yaml
 
 from pdproxy import __version__
 from tests.helm.conftest import Rendered
-from tests.helm.engine import CHART, Engine, Manifest, Manifests, only_container, read_values, value_files
+from tests.helm.engine import CHART, Engine, Manifest, Manifests, kinds_of, only_container, read_values, value_files
 from tests.helm.settings import pod_of
 
 ALL = pytest.mark.parametrize("values", value_files())
@@ -35,7 +35,7 @@ def workloads(manifests: Manifests) -> dict[str, Manifest]:
 def test_no_node_restarts(rendered: Rendered, later: Engine, values: str) -> None:
     upgraded = later.manifests(read_values(value_files()[values]))
     assert workloads(upgraded) == workloads(rendered(values))
-    assert len(workloads(upgraded)) == 2
+    assert len(workloads(upgraded)) == len(kinds_of(read_values(value_files()[values])))
 
 
 @pytest.mark.parametrize("strategy", ["inPlace", "surge", "blueGreen"])

@@ -114,6 +114,22 @@ def test_one_proxy_finds_the_nodes_of_both(sets: dict[str, Manifests], tmp_path:
         assert chosen == {f"{name}-pdproxy-{role}" for name in ("blue", "green")}
 
 
+def test_one_proxy_finds_nodes_that_do_both(helm: Engine, tmp_path: Path) -> None:
+    """A set of them follows one of prefill and decode nodes, where the proxy's release names all kinds."""
+    proxy = helm.manifests({"nodes": {**PROXY["nodes"], "kinds": ["prefill", "decode", "node"]}})
+    green = helm.manifests({"nodes": {**NODES["nodes"], "kinds": ["node"]}}, release="green")
+    found = loaded(proxy, tmp_path).discovery
+    wanted = dict(word.split("=") for word in found.node_selector.split(","))
+    [service] = green.of("Service")
+    assert wanted.items() <= service["metadata"]["labels"].items()
+    policies, node = (
+        [*proxy.of("NetworkPolicy"), *green.of("NetworkPolicy")],
+        Pod(green.node("node")["metadata"]["labels"]),
+    )
+    assert allowed(policies, Pod(pod_of(proxy)["metadata"]["labels"]), node, HTTP)
+    assert allowed(policies, node, Pod(pod_of(proxy)["metadata"]["labels"]), OPERATORS)
+
+
 def test_each_set_reaches_the_others_and_the_one_proxy(sets: dict[str, Manifests]) -> None:
     """Nodes of two sets may be of one cohort: then they exchange tickets."""
     policies = [policy for manifests in sets.values() for policy in manifests.of("NetworkPolicy")]
@@ -209,6 +225,27 @@ def test_what_does_not_go_together_is_refused(helm: Engine, values: dict[str, An
                 "decode": {"replicas": 3, "gpus": {"count": 8}, "parallel": {"tensor": 8}},
             },
             ["takes 26 spare GPUs", "nodes.upgrade.proxy=demo-pdproxy", "--set decode.replicas=0"],
+        ),
+        (
+            {"nodes": {"kinds": ["node"]}},
+            [
+                "Each kind replaces one node",
+                "The only node that answers: NOTHING IS SERVED",
+                "the node that answers computes it",
+            ],
+        ),
+        ({"nodes": {"kinds": ["node"]}, "node": {"replicas": 3}}, ["- Nodes that do both: 2 of 3 serve at any time."]),
+        (
+            {"nodes": {"kinds": ["prefill", "decode", "node"]}},
+            ["- Decode nodes: 0 of 1 serve", "- Nodes that do both: 0 of 1 serve", "- Prefill nodes: 0 of 1 serve"],
+        ),
+        (
+            {**SURGE, "nodes": {**SURGE["nodes"], "kinds": ["node"]}},
+            ["takes 1 spare GPUs", "1 more nodes of each kind. New nodes start first."],
+        ),
+        (
+            {"nodes": {**NODES["nodes"], "kinds": ["node"]}, "node": {"replicas": 3}},
+            ["takes 3 spare GPUs", "--reuse-values --set node.replicas=0\n"],
         ),
         (PROXY, ["install demo-blue CHART", "--set nodes.upgrade.proxy=demo-pdproxy"]),
     ],

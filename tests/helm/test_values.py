@@ -12,6 +12,7 @@ from tests.helm.engine import CHART, Engine, Refused, read_values, value_files
 
 BLOCKS = "prefill nodes have --block-size 256, decode nodes 512: such nodes exchange nothing. Set model.blockSize"
 EIGHT_RANKS = "decode: {parallel: {data: 8}, gpus: {count: 8}}\n"
+NODES = "nodes: {kinds: [node]}\n"
 SHARED = "model: {storage: {kind: claim}}\n"
 REFUSED = [
     # by the schema
@@ -50,6 +51,25 @@ REFUSED = [
     ("extraObjects: [{kind: ConfigMap}]", "at '/extraObjects/0': missing properties"),
     ("model: {revision: 'a b'}", "at '/model/revision': value must be 'a commit, branch or tag, without blanks'"),
     # by what does not go together
+    ("nodes: {kinds: [both]}", "must be one of 'prefill', 'decode', 'node'"),
+    ("nodes: {kinds: [node, node]}", "at '/nodes/kinds': items at 0 and 1 are equal"),
+    ("nodes: {replicas: 2}", "value must be 'prefill.replicas, decode.replicas or node.replicas'"),
+    ("nodes: {kinds: []}", "nodes.kinds lacks a role: name prefill and decode, or node, whose nodes do both."),
+    ("nodes: {kinds: [decode]}", "nodes.kinds lacks a role"),
+    (
+        NODES + "node: {parallel: {tensor: 8}}",
+        "node.parallel wants 8 GPUs (tensor 8 x data 1), but nodes that do both have 1",
+    ),
+    (NODES + "node: {autoscaling: {minReplicas: 9}}", "node.autoscaling.minReplicas is above maxReplicas"),
+    (NODES + "node: {extraArgs: [--block-size=264]}", "does not divide the block size (264)"),
+    (
+        "nodes: {kinds: [decode, node]}\nmodel: {blockSize: 256}\ndecode: {extraArgs: [--block-size=512]}",
+        "decode nodes have --block-size 512, nodes that do both 256",
+    ),
+    (
+        "nodes: {kinds: [decode, node]}\ndecode: {autoscaling: {kind: hpa}}",
+        "decode.autoscaling.kind is hpa, and nodes.kinds names node beside others",
+    ),
     ("model: {download: {enabled: true}}", "model.storage.kind is claimPerPod: use claim or existingClaim"),
     (
         "model: {name: /models/x, storage: {kind: claim}, download: {enabled: true}}",
@@ -74,8 +94,14 @@ REFUSED = [
     ("model: {blockSize: 528, prefixMatchUnit: 32}", "model.prefixMatchUnit (32) does not divide the block size (528)"),
     ("decode: {extraEnv: [{name: A, value: x}, {name: A, value: y}]}", "decode.extraEnv names A twice: keep one."),
     ("proxy: {extraEnv: [{name: A, value: x}, {name: A, value: x}]}", "proxy.extraEnv names A twice: keep one."),
-    ("prefill: {parallel: {tensor: 8}}", "prefill.parallel wants 8 GPUs (tensor 8 x data 1), but a prefill node has 1"),
-    ("prefill: {parallel: {tensor: 2, data: 2}, gpus: {count: 2}}", "wants 4 GPUs (tensor 2 x data 2), but a prefill"),
+    (
+        "prefill: {parallel: {tensor: 8}}",
+        "prefill.parallel wants 8 GPUs (tensor 8 x data 1), but prefill nodes have 1 each",
+    ),
+    (
+        "prefill: {parallel: {tensor: 2, data: 2}, gpus: {count: 2}}",
+        "wants 4 GPUs (tensor 2 x data 2), but prefill nodes have 2",
+    ),
     ("decode: {tensorParallel: 8}", "at '/decode/tensorParallel': value must be 'parallel.tensor, where this went'"),
     ("decode: {parallel: {pipeline: 2}}", "decode.parallel.pipeline: a node cannot be pipeline parallel: vLLM's pull"),
     ("prefill: {extraArgs: [-pp, '4']}", "the argument -pp 4: a node cannot be pipeline parallel"),
@@ -126,7 +152,7 @@ REFUSED = [
     ("proxy: {settings: {otel: {export: otlp}}}", "let it through in networkPolicy.proxyEgress"),
     ("ingress: {enabled: true}", "set ingress.host"),
     ("httpRoute: {enabled: true}", "name the Gateway in httpRoute.parentRefs"),
-    ("proxy: {settings: {nodes: []}}", "proxy.settings.nodes cannot be set: nodes come from prefill and decode"),
+    ("proxy: {settings: {nodes: []}}", "proxy.settings.nodes cannot be set: nodes come from prefill, decode and node"),
     ("discovery: {kind: consul}", "at '/discovery/kind': value must be one of 'kubernetes', 'dns', 'static'"),
     ("proxy: {settings: {discovery: {}}}", "proxy.settings.discovery cannot be set: use discovery.kind"),
     ("proxy: {settings: {keys: {file: x}}}", "proxy.settings.keys cannot be set: use apiKeys"),
@@ -149,6 +175,9 @@ def test_is_refused_with_a_sentence(helm: Engine, values: str, sentence: str) ->
         "proxy: {settings: {limits: {body_bytes: 16MiB}}}",
         "proxy: {maxUnavailable: 25%}",
         "prefill: {replicas: 0}",
+        NODES + "prefill: {parallel: {tensor: 8}}",
+        NODES + "node: {autoscaling: {kind: hpa, promptTokensPerReplica: 9, streamsPerReplica: 9}}",
+        "nodes: {kinds: [decode, node]}",
         "nodes: {sharedMemory: 1.5Gi}",
         "image: {proxy: {repository: 'registry.example:5000/a/pdproxy'}}",
         "apiKeys: {keys: [key-01234567 bob 8]}",

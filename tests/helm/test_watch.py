@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from pdproxy.admin.nodes import scrape_targets
+from pdproxy.nodes.discovery.source import Template
 from pdproxy.nodes.node import Node, Role
 from tests.deploy.prometheus.alert_cases import CASES, NAMESPACES, PROXY, firing, labelled, with_labels
 from tests.deploy.prometheus.promtool import needs_promtool, promtool
@@ -53,6 +54,31 @@ def test_what_is_scraped_gets_the_labels_of_prometheus_yml(rendered: Rendered) -
     made = relabelled(node, pod)
     assert made == {"job": "vllm", "release": "demo", "role": "decode", "node": "decode-10.0.0.7:8000"}
     assert made.keys() == elsewhere["vllm"] == LABELS_OF_TARGETS
+
+
+def test_a_node_that_does_both_is_scraped_once_for_each_role(rendered: Rendered) -> None:
+    """As the proxy tells Prometheus elsewhere: what alerts ask of one role's series holds for it."""
+    manifests = rendered("all-kinds-values")
+    fixed, both = manifests.of("PodMonitor")
+    labels = manifests.node("node")["metadata"]["labels"]
+    assert both["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    [expression] = fixed["spec"]["selector"]["matchExpressions"]
+    assert (expression["key"], expression["values"]) == ("app.kubernetes.io/component", ["prefill", "decode"])
+    pod = {"__meta_kubernetes_pod_label_app_kubernetes_io_component": "node", "__address__": "10.0.0.7:8000"}
+    made = [relabelled(endpoint, pod) for endpoint in both["spec"]["podMetricsEndpoints"]]
+    node = Template((Role.PREFILL, Role.DECODE)).node("10.0.0.7", 8000)
+    told = [target["labels"] for target in scrape_targets(node)]
+    for ours, theirs in zip(made, told, strict=True):
+        assert isinstance(theirs, dict)
+        assert (ours["role"], ours["node"]) == (theirs["role"], theirs["node"])
+    assert all(each.keys() == LABELS_OF_TARGETS for each in made)
+
+
+def test_what_prometheus_scrapes_is_there(helm: Engine) -> None:
+    values = {"metrics": {"podMonitor": {"enabled": True}}, "networkPolicy": {"scrapers": [{"podSelector": {}}]}}
+    for kinds, monitors in ((["node"], ["node"]), (["prefill", "decode"], ["nodes"])):
+        found = helm.manifests({**values, "nodes": {"kinds": kinds}}).of("PodMonitor")
+        assert [each["metadata"]["name"].rpartition("-")[2] for each in found] == monitors
 
 
 def rules_of(helm: Engine, folder: Path) -> Path:

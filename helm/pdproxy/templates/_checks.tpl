@@ -1,14 +1,21 @@
 {{/* What a schema cannot say: values that do not go together. */}}
 {{- define "pdproxy.checks" -}}
 {{- $v := .Values -}}
-{{- range $role := list "prefill" "decode" -}}
+{{- $both := has "node" $v.nodes.kinds -}}
+{{- if not (or $both (and (has "prefill" $v.nodes.kinds) (has "decode" $v.nodes.kinds))) -}}
+  {{- fail "nodes.kinds lacks a role: name prefill and decode, or node, whose nodes do both." -}}
+{{- end -}}
+{{- range $role := $v.nodes.kinds -}}
   {{- $r := get $v $role -}}
+  {{- if and $both (gt (len $v.nodes.kinds) 1) (ne $r.autoscaling.kind "none") -}}
+    {{- fail (printf "%s.autoscaling.kind is %s, and nodes.kinds names node beside others: what nodes are scaled by is the load of all kinds together. Scale by replicas." $role $r.autoscaling.kind) -}}
+  {{- end -}}
   {{- include "pdproxy.checks.parallel" (dict "root" $ "component" $role) -}}
   {{- if gt (int $r.autoscaling.minReplicas) (int $r.autoscaling.maxReplicas) -}}
     {{- fail (printf "%s.autoscaling.minReplicas is above maxReplicas." $role) -}}
   {{- end -}}
   {{- $known := dict "prefill" "promptTokensPerReplica" "decode" "streamsPerReplica" -}}
-  {{- range $other, $key := omit $known $role -}}
+  {{- range $other, $key := ternary dict (omit $known $role) (eq $role "node") -}}
     {{- if hasKey $r.autoscaling $key -}}
       {{- fail (printf "%s.autoscaling.%s cannot be set, that is what %s nodes are scaled by: use %s." $role $key $other (get $known $role)) -}}
     {{- end -}}
@@ -30,18 +37,19 @@
     {{- end -}}
   {{- end -}}
 {{- end -}}
-{{- $sizes := dict -}}
-{{- range $role := list "prefill" "decode" -}}
-  {{- $_ := set $sizes $role (include "pdproxy.blockSize" (dict "root" $ "component" $role)) -}}
-{{- end -}}
-{{- if and (ne $sizes.prefill $sizes.decode) (ne $sizes.prefill "0") (ne $sizes.decode "0") -}}
-  {{- fail (printf "prefill nodes have --block-size %s, decode nodes %s: such nodes exchange nothing. Set model.blockSize for both, and leave it out of extraArgs." $sizes.prefill $sizes.decode) -}}
-{{- end -}}
 {{- $unit := int $v.model.prefixMatchUnit -}}
-{{- if and (gt $unit 0) (ne 0 (mod (int $sizes.prefill) $unit)) -}}
-  {{- fail (printf "model.prefixMatchUnit (%d) does not divide the block size (%s): vLLM would refuse to start. 16 divides any." $unit $sizes.prefill) -}}
+{{- $first := dict -}}
+{{- range $role := $v.nodes.kinds -}}
+  {{- $size := include "pdproxy.blockSize" (dict "root" $ "component" $role) -}}
+  {{- if and (ne $size "0") $first.size (ne $size $first.size) -}}
+    {{- fail (printf "%s have --block-size %s, %s %s: such nodes exchange nothing. Set model.blockSize for both, and leave it out of extraArgs." (include "pdproxy.nodesOf" $first.role) $first.size (include "pdproxy.nodesOf" $role) $size) -}}
+  {{- end -}}
+  {{- if and (gt $unit 0) (ne 0 (mod (int $size) $unit)) -}}
+    {{- fail (printf "model.prefixMatchUnit (%d) does not divide the block size (%s): vLLM would refuse to start. 16 divides any." $unit $size) -}}
+  {{- end -}}
+  {{- if and (ne $size "0") (not $first.size) -}}{{- $first = dict "role" $role "size" $size -}}{{- end -}}
 {{- end -}}
-{{- range $part := list "prefill" "decode" "proxy" -}}
+{{- range $part := append $v.nodes.kinds "proxy" -}}
   {{- $names := list -}}
   {{- range (get $v $part).extraEnv -}}
     {{- if has .name $names -}}{{- fail (printf "%s.extraEnv names %s twice: keep one." $part .name) -}}{{- end -}}
@@ -122,13 +130,13 @@
 {{- end -}}
 {{- range $name, $flag := dict "tensor" "(--tensor[-_]parallel[-_]size|-tp)" "data" "(--data[-_]parallel[-_]size|-dp)" -}}
   {{- if regexMatch (printf "(^| )%s[= ]" $flag) $words -}}
-    {{- fail (printf "extraArgs of %s nodes say a parallel size: say %s.parallel.%s, which GPUs and ports follow." $role $role $name) -}}
+    {{- fail (printf "extraArgs of %s say a parallel size: say %s.parallel.%s, which GPUs and ports follow." (include "pdproxy.nodesOf" $role) $role $name) -}}
   {{- end -}}
 {{- end -}}
 {{- $all := mul (int $r.gpus.count) (int $r.hosts) -}}
 {{- $wanted := mul (int $r.parallel.tensor) (int $r.parallel.data) -}}
 {{- if and (gt (int $r.gpus.count) 0) (ne (int $all) (int $wanted)) -}}
-  {{- fail (printf "%s.parallel wants %d GPUs (tensor %d x data %d), but a %s node has %d (gpus.count %d on each of %d hosts): make them equal. For more engines use replicas." $role (int $wanted) (int $r.parallel.tensor) (int $r.parallel.data) $role (int $all) (int $r.gpus.count) (int $r.hosts)) -}}
+  {{- fail (printf "%s.parallel wants %d GPUs (tensor %d x data %d), but %s have %d each (gpus.count %d on each of %d hosts): make them equal. For more engines use replicas." $role (int $wanted) (int $r.parallel.tensor) (int $r.parallel.data) (include "pdproxy.nodesOf" $role) (int $all) (int $r.gpus.count) (int $r.hosts)) -}}
 {{- end -}}
 {{- if and (gt (int $r.parallel.data) 1) (mod (int $r.parallel.data) (int $r.hosts)) -}}
   {{- fail (printf "%s.parallel.data is %d over %d hosts: each host takes as many data-parallel ranks as the next, and a rank lies on one host." $role (int $r.parallel.data) (int $r.hosts)) -}}
@@ -169,7 +177,7 @@
 {{- define "pdproxy.checks.settings" -}}
 {{- $said := .Values.proxy.settings -}}
 {{- $elsewhere := dict
-      "nodes" "nodes come from prefill and decode"
+      "nodes" "nodes come from prefill, decode and node"
       "discovery" "use discovery.kind"
       "keys" "use apiKeys"
       "listen" "the pod's ports are fixed; TLS ends at the Ingress or Gateway" -}}

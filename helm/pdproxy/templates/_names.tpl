@@ -53,6 +53,11 @@ app.kubernetes.io/component: {{ .component }}
 {{- if $said }}{{ last $said | regexFind "[0-9]+$" }}{{ else }}{{ int .root.Values.model.blockSize }}{{ end -}}
 {{- end -}}
 
+{{/* Nodes of a kind, in a sentence. Takes the kind. */}}
+{{- define "pdproxy.nodesOf" -}}
+{{ ternary "nodes that do both" (printf "%s nodes" .) (eq . "node") }}
+{{- end -}}
+
 {{/* Takes (dict "root" $ "of" "proxy"|"node"). */}}
 {{- define "pdproxy.image" -}}
 {{- $image := get .root.Values.image .of -}}
@@ -71,9 +76,11 @@ app.kubernetes.io/component: {{ .component }}
 {{ include "pdproxy.workload" . }}{{ if gt (int $r.hosts) 1 }}{{ ternary "-hosts" "-leaders" (gt (int $r.parallel.data) 1) }}{{ end }}
 {{- end -}}
 
-{{/* The most data-parallel ranks that an engine of either role has: so many ports in a row are theirs. Takes the values. */}}
+{{/* The most data-parallel ranks that an engine of any kind has: so many ports in a row are theirs. Takes the values. */}}
 {{- define "pdproxy.ranks" -}}
-{{ max (int .prefill.parallel.data) (int .decode.parallel.data) }}
+{{- $most := 1 -}}
+{{- range $kind := .nodes.kinds -}}{{- $most = max $most (int (get $ $kind).parallel.data) -}}{{- end -}}
+{{ $most }}
 {{- end -}}
 
 {{/* Takes (dict "root" $ "component" …). */}}

@@ -11,7 +11,12 @@
 - { protocol: TCP, port: {{ int .first }}, endPort: {{ add (int .first) (int (include "pdproxy.ranks" .values)) -1 }} }
 {{- end -}}
 
-{{/* What prefill and decode nodes say to each other. */}}
+{{/* The kinds of nodes that a node of this kind exchanges tickets with, as a YAML list. Takes (dict "root" $ "component" …). */}}
+{{- define "pdproxy.partners" -}}
+{{ ternary .root.Values.nodes.kinds (without .root.Values.nodes.kinds .component) (eq .component "node") | toJson }}
+{{- end -}}
+
+{{/* What nodes that exchange tickets say to each other. */}}
 {{- define "pdproxy.transferPorts" -}}
 {{ include "pdproxy.rankPorts" (dict "values" . "first" .transfer.sideChannelPort) }}
 - { protocol: TCP, port: {{ .transfer.ucxPorts.first }}, endPort: {{ .transfer.ucxPorts.last }} }

@@ -1,4 +1,4 @@
-{{/* The pod of a node. Takes (dict "root" $ "component" "prefill"|"decode" "part" "whole"|"leader"|"worker"). */}}
+{{/* The pod of a node. Takes (dict "root" $ "component" "prefill"|"decode"|"node" "part" "whole"|"leader"|"worker"). */}}
 {{- define "pdproxy.node" -}}
 {{- $v := .root.Values -}}
 {{- $r := get $v .component -}}
@@ -205,6 +205,9 @@ spec:
 {{- end -}}
 {{- if $v.tickets.enabled -}}
   {{- $_ := set $extra "pdproxy_key_file" "/etc/pdproxy/tickets/ticket.keys" -}}
+{{- end -}}
+{{- if eq .component "node" -}}
+  {{- $_ := set $extra "pdproxy_roles" (list "prefill" "decode") -}}
 {{- end -}}
 {{- dict "kv_connector" "NixlConnector" "kv_connector_module_path" "pdproxy_connector.nixl_connector"
       "kv_role" (ternary "kv_producer" "kv_consumer" (eq .component "prefill"))

@@ -48,7 +48,7 @@
 
 {{- define "pdproxy.discovery" -}}
 {{- $kind := .Values.discovery.kind -}}
-{{- range $role := list "prefill" "decode" }}
+{{- range $role := $.Values.nodes.kinds }}
 {{- $service := include "pdproxy.headless" (dict "root" $ "component" $role) }}
 {{ $role }}: {{ $kind }}
 {{- if eq $kind "kubernetes" }}
@@ -69,14 +69,14 @@ scheme: {{ include "pdproxy.scheme" . }}
 {{/* Every node by its stable name. Where nodes are scaled, all that there may be: the proxy takes one in when it answers. */}}
 {{- define "pdproxy.staticNodes" -}}
 {{- $root := . -}}
-{{- range $role := list "prefill" "decode" -}}
+{{- range $role := $root.Values.nodes.kinds -}}
 {{- $r := get $root.Values $role -}}
 {{- $count := ternary (int $r.replicas) (int $r.autoscaling.maxReplicas) (eq $r.autoscaling.kind "none") -}}
 {{- $name := include "pdproxy.workload" (dict "root" $root "component" $role) -}}
 {{- $hosts := ternary (int $r.hosts) 1 (gt (int $r.parallel.data) 1) -}}
 {{- range $i := until $count }}
 {{- range $host := until $hosts }}
-- { role: {{ $role }}, url: "{{ include "pdproxy.scheme" $root }}://{{ $name }}-{{ $i }}{{ if $host }}-{{ $host }}{{ end }}.{{ $name }}.{{ $root.Release.Namespace }}.svc:{{ $root.Values.nodes.httpPort }}" }
+- { {{ if ne $role "node" }}role: {{ $role }}, {{ end }}url: "{{ include "pdproxy.scheme" $root }}://{{ $name }}-{{ $i }}{{ if $host }}-{{ $host }}{{ end }}.{{ $name }}.{{ $root.Release.Namespace }}.svc:{{ $root.Values.nodes.httpPort }}" }
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -1,9 +1,9 @@
 {{/* How nodes are replaced: nodes.upgrade. */}}
 
-{{/* The roles whose nodes this release has, as a YAML list: none where it is the proxy alone. */}}
+{{/* The kinds of nodes that this release has, as a YAML list: none where it is the proxy alone. */}}
 {{- define "pdproxy.roles" -}}
 {{- $upgrade := .Values.nodes.upgrade -}}
-{{ ternary "[]" "[prefill, decode]" (and (eq $upgrade.strategy "blueGreen") (not $upgrade.proxy)) }}
+{{ ternary "[]" (toJson .Values.nodes.kinds) (and (eq $upgrade.strategy "blueGreen") (not $upgrade.proxy)) }}
 {{- end -}}
 
 {{/* Not empty where this release has a proxy. */}}
@@ -71,7 +71,7 @@ sleep: { seconds: {{ $v.nodes.leaveSeconds }} }
   {{- fail "nodes.upgrade.proxy is this release's own name: a release of nodes needs another one, such as NAME-blue." -}}
 {{- end -}}
 {{- if eq $strategy "surge" -}}
-  {{- range $role := list "prefill" "decode" -}}
+  {{- range $role := $v.nodes.kinds -}}
     {{- if gt (int (get $v $role).hosts) 1 -}}
       {{- fail (printf "nodes.upgrade.strategy surge is for nodes of one machine, and %s.hosts is above 1: use blueGreen." $role) -}}
     {{- end -}}
@@ -85,16 +85,22 @@ sleep: { seconds: {{ $v.nodes.leaveSeconds }} }
 {{- end -}}
 {{- end -}}
 
-{{/* GPUs of so many nodes of a role. Takes (dict "root" $ "component" … "nodes" N). */}}
-{{- define "pdproxy.gpusOf" -}}
-{{- $r := get .root.Values .component -}}
-{{ mul (int .nodes) (int $r.gpus.count) (int $r.hosts) }}
-{{- end -}}
-
-{{/* Nodes of a role: with autoscaling, at most. Takes (dict "root" $ "component" …). */}}
+{{/* Nodes of a kind, 0 where there are none: with autoscaling, at most. Takes (dict "root" $ "component" …). */}}
 {{- define "pdproxy.mostNodes" -}}
 {{- $r := get .root.Values .component -}}
-{{ ternary (int $r.replicas) (int $r.autoscaling.maxReplicas) (eq $r.autoscaling.kind "none") }}
+{{- $most := ternary (int $r.replicas) (int $r.autoscaling.maxReplicas) (eq $r.autoscaling.kind "none") -}}
+{{ ternary $most 0 (has .component .root.Values.nodes.kinds) }}
+{{- end -}}
+
+{{/* GPUs that another set of the nodes takes, or, with "of" N, N nodes of each kind. Takes (dict "root" $ …). */}}
+{{- define "pdproxy.spareGpus" -}}
+{{- $gpus := 0 -}}
+{{- range $kind := .root.Values.nodes.kinds -}}
+  {{- $r := get $.root.Values $kind -}}
+  {{- $nodes := $.of | default (include "pdproxy.mostNodes" (dict "root" $.root "component" $kind)) | int -}}
+  {{- $gpus = add $gpus (mul $nodes (int $r.gpus.count) (int $r.hosts)) -}}
+{{- end -}}
+{{ $gpus }}
 {{- end -}}
 
 {{/* "yes" where prefill nodes serve whole requests while there is no decode node. */}}
@@ -107,19 +113,21 @@ sleep: { seconds: {{ $v.nodes.leaveSeconds }} }
 {{- $upgrade := .Values.nodes.upgrade -}}
 {{- $prefills := include "pdproxy.mostNodes" (dict "root" . "component" "prefill") | int -}}
 {{- $decodes := include "pdproxy.mostNodes" (dict "root" . "component" "decode") | int -}}
+{{- $boths := include "pdproxy.mostNodes" (dict "root" . "component" "node") | int -}}
+{{- $fixed := not (has "node" .Values.nodes.kinds) -}}
 A change of vLLM, model, weights, connector or settings of the nodes (nodes.upgrade.strategy: {{ $upgrade.strategy }})
-{{- if eq $upgrade.strategy "surge" }} takes {{ add (include "pdproxy.gpusOf" (dict "root" . "component" "prefill" "nodes" $upgrade.maxSurge)) (include "pdproxy.gpusOf" (dict "root" . "component" "decode" "nodes" $upgrade.maxSurge)) }} spare GPUs:
-{{ $upgrade.maxSurge }} more nodes of each role. New nodes start first, of both roles at once. An old one that is to go serves on until
+{{- if eq $upgrade.strategy "surge" }} takes {{ include "pdproxy.spareGpus" (dict "root" . "of" $upgrade.maxSurge) }} spare GPUs:
+{{ $upgrade.maxSurge }} more nodes of each {{ ternary "role. New nodes start first, of both roles at once" "kind. New nodes start first" $fixed }}. An old one that is to go serves on until
 new ones of both roles serve and passed the known-answer test, for {{ include "pdproxy.waitSeconds" . }} s at most. No request fails. With spare GPUs for one
-role only it takes those {{ include "pdproxy.waitSeconds" . }} s, and then degrades as inPlace does.
-{{- else if and (eq $upgrade.strategy "blueGreen") $upgrade.proxy }} takes {{ add (include "pdproxy.gpusOf" (dict "root" . "component" "prefill" "nodes" $prefills)) (include "pdproxy.gpusOf" (dict "root" . "component" "decode" "nodes" $decodes)) }} spare GPUs:
+{{ ternary "role" "kind" $fixed }} only it takes those {{ include "pdproxy.waitSeconds" . }} s, and then degrades as inPlace does.
+{{- else if and (eq $upgrade.strategy "blueGreen") $upgrade.proxy }} takes {{ include "pdproxy.spareGpus" (dict "root" .) }} spare GPUs:
 a second release with all its nodes, beside this one:
 
   helm -n {{ .Release.Namespace }} install NEW-NAME CHART -f VALUES --set nodes.upgrade.strategy=blueGreen --set nodes.upgrade.proxy={{ $upgrade.proxy }}
 
 /nodes and /ui of the proxy show both cohorts. Once the new one is complete, take this release away, its nodes first:
 
-  helm -n {{ .Release.Namespace }} upgrade {{ .Release.Name }} CHART --reuse-values --set prefill.replicas=0 --set decode.replicas=0
+  helm -n {{ .Release.Namespace }} upgrade {{ .Release.Name }} CHART --reuse-values{{ range .Values.nodes.kinds }} --set {{ . }}.replicas=0{{ end }}
   helm -n {{ .Release.Namespace }} uninstall {{ .Release.Name }}
 
 Nodes that go wait for the others to be complete, for {{ include "pdproxy.waitSeconds" . }} s at most. No request fails.
@@ -128,23 +136,27 @@ release is the proxy and has none; install nodes for it, and for each upgrade an
 
   helm -n {{ .Release.Namespace }} install {{ .Release.Name }}-blue CHART -f VALUES --set nodes.upgrade.strategy=blueGreen --set nodes.upgrade.proxy={{ include "pdproxy.fullname" . }}
 {{- else }} takes no
-spare GPUs. Both roles begin at once, each replaces one node at a time, the last one first, and each new node loads the model:
-{{- if and (eq $decodes 1) (gt $prefills 1) (include "pdproxy.servesWithoutDecode" .) }}
+spare GPUs. {{ ternary "Both roles begin at once, each replaces" "Each kind replaces" $fixed }} one node at a time, the last one first, and each new node loads the model:
+{{- if and (eq $decodes 1) (eq $boths 0) (gt $prefills 1) (include "pdproxy.servesWithoutDecode" .) }}
 - The only decode node: prefill nodes serve whole requests until it has loaded again (policy.on_no_decode), and go on with its
   streams; those and prompts slow each other down.
-{{- else if eq $decodes 1 }}
-- The only decode node: NOTHING IS SERVED from the moment when it goes until it has loaded again. Requests get 503; then the
+{{- else if eq (add $decodes $boths) 1 }}
+- The only {{ ternary "decode node" "node that answers" $fixed }}: NOTHING IS SERVED from the moment when it goes until it has loaded again. Requests get 503; then the
   proxies are not ready, and connections are refused. Streams that outlast nodes.leaveSeconds and nodes.drainSeconds ({{ add (int .Values.nodes.leaveSeconds) (int .Values.nodes.drainSeconds) }} s) end
   with an error event.
 {{- else }}
-- Decode nodes: {{ sub $decodes 1 }} of {{ $decodes }} serve at any time. Streams of the one that goes end there, or go on at another one.
+{{- range $name, $count := dict "Decode nodes" $decodes "Nodes that do both" $boths }}
+{{- if or $count (and $fixed (hasPrefix "D" $name)) }}
+- {{ $name }}: {{ sub $count 1 }} of {{ $count }} serve at any time. Streams of the one that goes end there, or go on at another one.
 {{- end }}
-{{- if eq $prefills 1 }}
+{{- end }}
+{{- end }}
+{{- if and $fixed (eq $prefills 1) }}
 - The only prefill node: decode nodes compute prompts themselves until a new one serves, which is slower and disturbs their streams.
-{{- else }}
+{{- else if or $fixed $prefills }}
 - Prefill nodes: {{ sub $prefills 1 }} of {{ $prefills }} serve at any time.
 {{- end }}
-- Old and new nodes exchange no tickets: where a prompt finds no pair of one kind, a decode node computes it.
+- Old and new nodes exchange no tickets: where a prompt finds no pair of one kind, {{ ternary "a decode node computes it" "the node that answers computes it" $fixed }}.
 Without that: nodes.upgrade.strategy surge or blueGreen.
 {{- end }}
 {{- end -}}
