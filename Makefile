@@ -72,7 +72,7 @@ soak: env ## mixed load on fake nodes under random kills, and with KV events tha
 # Those outside tests/e2e are found by their mark: to list all others too takes eight seconds.
 E2E = tests/e2e $(shell grep -rlF mark.e2e tests --include='test_*.py')
 # Bytecode is kept, as by the unit tests: otherwise every engine compiles the connector anew.
-e2e: env ## tests with real engines (20 to 23 minutes)
+e2e: env ## tests with real engines (ten minutes)
 	env PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -m "e2e and not long" --durations=20 $(E2E)
 
 test-long: env ## the tests that take minutes each
