@@ -238,10 +238,15 @@ _BARS = st.builds(
 
 
 def serving_names(views: list[NodeView]) -> set[str]:
-    """The nodes that take requests; of a role without any, those that are the last resort."""
-    open_roles = {role for each in views if each.takes_requests() for role in each.node.roles}
-    last = {each.node.name for each in views if each.is_last_resort() and not open_roles.issuperset(each.node.roles)}
-    return last | {each.node.name for each in views if each.takes_requests()}
+    """The nodes that take requests, and those that go away and are needed. These go where the others make no pair."""
+    serving = [each.node for each in views if each.takes_requests()]
+    going = {each.node.name for each in views if each.is_last_resort()}
+    served = {view.name for view in Snapshot(tuple(views)).served("tiny").by_name.values()}
+    taking = {node.name for node in serving}
+    assert taking <= served <= taking | going
+    if any(one.is_partner(other) for one in serving for other in serving):
+        assert served == taking
+    return served
 
 
 @given(st.lists(_VIEWS, max_size=12, unique_by=lambda each: each.node.name), st.integers(0, 100), _BARS)
