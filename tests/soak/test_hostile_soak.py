@@ -13,8 +13,8 @@ SHORT = 20.0
 SETTLED = 120.0
 """Seconds after which the proxy's memory must grow no more. Medians: a look may meet a body of 12 MB."""
 NOISE = 12.0
-"""MiB: the longest hostile body, once. glibc keeps the room of one more when two come together: in 15 minutes memory
-stood at 91 to 93 MiB for twelve, and at 100 from then on. With prompts that are new until the end it grew by 21."""
+"""MiB: the longest hostile body, once. In one run of 15 minutes memory stood at 91 to 93 MiB for twelve of them, and at
+100 from then on; why it rose was not traced. With prompts that are new until the end it grew by 21."""
 
 
 async def test_short_hostile_soak(tmp_path: Path) -> None:
