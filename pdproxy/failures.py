@@ -325,7 +325,7 @@ _PROBES = """
 that has requests and makes no step for a minute is a `stall`.
 
 A node from whose legs nothing has come for `health.silence`, and that then answers neither of two probes within
-`health.silence_timeout`, is given up at once ([which are, and which are not](operating.md#a-node-that-freezes)).
+`health.silence_timeout`, is given up at once ([which are, and which are not](node-failures.md#a-node-that-freezes)).
 """
 
 _WHICH_GO_ON = """

@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs/architecture.md"
 CHART = ROOT / "helm/pdproxy/README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", CHART, *sorted(ROOT.glob("docs/**/*.md"))]
+GUIDES = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+PAGES = [README, *GUIDES, CHART, *sorted(ROOT.glob("docs/**/*.md"))]
+CHANGELOG = ROOT / "CHANGELOG.md"
+"""The changelog names files that are gone; its links must work."""
 CODE_PAGES = [ROOT / "CONTRIBUTING.md", ARCHITECTURE, *sorted(ROOT.glob("docs/decisions/*.md"))]
 """Pages in which every Python file is ours."""
 SHORT = (ROOT, ROOT / "pdproxy", ROOT / "connector")
@@ -83,7 +86,7 @@ def missing(spans: Sequence[str], folders: Sequence[Path]) -> list[str]:
     return [span for span in spans if not is_there(span)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, CHANGELOG], ids=name_of)
 def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
     assert [name_of(file) for file, _ in links(page) if not file.exists()] == []
     dead = [(name_of(file), anchor) for file, anchor in links(page) if anchor and anchor not in anchors(file)]

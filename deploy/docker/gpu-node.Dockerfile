@@ -16,7 +16,7 @@ LABEL org.opencontainers.image.title="pdproxy-node" \
       org.opencontainers.image.licenses="Apache-2.0"
 # vLLM's own dependencies are there already, torch and numpy too, at the versions it was built with: nothing may change them.
 # Of NIXL the one wheel for the CUDA that torch was built for, which `import nixl` looks for by the same number. Another NIXL of the
-# base image goes first. The wheel brings UCX and its modules along: UCX_MODULE_DIR stays unset (docs/operating.md).
+# base image goes first. The wheel brings UCX and its modules along: UCX_MODULE_DIR stays unset (docs/network.md).
 RUN cuda="$(python3 -c 'import torch; print(torch.version.cuda.partition(".")[0])')" \
     && python3 -m pip uninstall --yes nixl nixl-cu12 nixl-cu13 \
     && python3 -m pip install --no-cache-dir --no-deps nixl==1.5.1 "nixl-cu${cuda}==1.5.1"

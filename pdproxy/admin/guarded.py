@@ -41,7 +41,7 @@ def open_routes(context: AdminContext) -> APIRouter:
     async def may_leave(
         host: Annotated[str, Query(max_length=253)], port: Annotated[int, Query(ge=1, le=65535)]
     ) -> Answer:
-        """Whether the node at this address may go, which it asks itself before it ends (docs/operating.md)."""
+        """Whether the node at this address may go, which it asks itself before it ends (docs/upgrading.md)."""
         return context.cohorts.may_leave(host, port)
 
     @routes.get("/prometheus/targets")

@@ -40,10 +40,10 @@ def next_step(seen: Seen, incident: Incident) -> NextStep | None:
             return None
         case Cause.HAND_OVERS:
             text = "Ask every node why it hands nothing over:"
-            return NextStep(text, "pdproxy check", "operating.md#when-nothing-is-handed-over")
+            return NextStep(text, "pdproxy check", "node-failures.md#when-nothing-is-handed-over")
         case Cause.LOAD:
             text = "See what waits, and for how long:"
-            return NextStep(text, f"curl -sS {HERE}/nodes", "operating.md#what-waits-in-the-proxy")
+            return NextStep(text, f"curl -sS {HERE}/nodes", "queue.md#what-waits-in-the-proxy")
         case Cause.PROXY:
             return _of_proxy(seen)
         case Cause.NODE:
@@ -54,11 +54,11 @@ def _of_proxy(seen: Seen) -> NextStep:
     if silent_roles(seen):
         view = next(view for view in seen.nodes if view.silent)
         text = "Ask a node from the proxy's host, then from another host. If only the other host is answered, it is us:"
-        return NextStep(text, _ask(view), "operating.md#a-node-that-freezes")
+        return NextStep(text, _ask(view), "node-failures.md#a-node-that-freezes")
     if seen.not_ready and not seen.nodes:
         return NextStep("This proxy knows no node. See which it was given:", f"curl -sS {HERE}/nodes", "install.md")
     text = "Search the proxy's log (here as pdproxy.log) for the requests that failed:"
-    return NextStep(text, "grep 'level=warning' pdproxy.log", "operating.md#the-log")
+    return NextStep(text, "grep 'level=warning' pdproxy.log", "watching.md#the-log")
 
 
 def _of_node(seen: Seen, incident: Incident) -> NextStep:
@@ -66,15 +66,15 @@ def _of_node(seen: Seen, incident: Incident) -> NextStep:
     view = next((view for view in seen.nodes if view.name == first), None)
     if view is None:
         text = f"{first} has left. See which nodes are here:"
-        return NextStep(text, f"curl -sS {HERE}/nodes", "operating.md#when-something-dies")
+        return NextStep(text, f"curl -sS {HERE}/nodes", "node-failures.md#when-something-dies")
     match view.state:
         case State.REFUSED:
             text = f"{first} has a setting that cannot work with the others. See which:"
-            return NextStep(text, "pdproxy check", "operating.md#what-must-be-equal-and-what-may-differ")
+            return NextStep(text, "pdproxy check", "compatibility.md#what-must-be-equal-and-what-may-differ")
         case State.DRAINING | State.TERMINATING:
             text = f"{first} takes no new requests. If it is to serve again:"
             command = f"curl -sS -X POST {HERE}/nodes/{shlex.quote(first)}/rejoin"
-            return NextStep(text, command, "operating.md#upgrading-nodes")
+            return NextStep(text, command, "upgrading.md#upgrading-nodes")
         case State.UP:
             text = f"{first} still gets requests. See whether its engine works:"
             return NextStep(text, f"{_ask(view, '/metrics')} | grep vllm:num_requests", "failures.md")
@@ -82,12 +82,12 @@ def _of_node(seen: Seen, incident: Incident) -> NextStep:
             text = (
                 f"Ask {first} from the proxy's host. If nothing comes back, it is frozen, or its host or network gone:"
             )
-            return NextStep(text, _ask(view), "operating.md#a-node-that-freezes")
+            return NextStep(text, _ask(view), "node-failures.md#a-node-that-freezes")
         case _:
             text = (
                 f"Ask {first} from the proxy's host. If the connection is refused, no process listens there: start it."
             )
-            return NextStep(text, _ask(view), "operating.md#when-something-dies")
+            return NextStep(text, _ask(view), "node-failures.md#when-something-dies")
 
 
 def _ask(view: NodeView, path: str = "/health") -> str:

@@ -478,7 +478,7 @@ def _depends_on_pair(asked: SubRequest, node: Node) -> bool:
     """Whether a decode node that computes such a prompt in spite of its ticket does so for any prompt.
 
     Not where the ticket has several readers, the two nodes may have loaded an adapter at different times, or media have
-    names that the client gave them: there a client can bring it about (docs/operating.md, "Nodes that do not mean the
-    same"). Prompts whose log-probabilities are asked for, and beam search, have no ticket.
+    names that the client gave them: there a client can bring it about (docs/compatibility.md). Prompts whose
+    log-probabilities are asked for, and beam search, have no ticket.
     """
     return node.model in ("", asked.request.model) and asked.shape.choices == 1 and not asked.shape.media

@@ -107,7 +107,7 @@ def test_a_dead_process_is_asked_for_by_a_command_that_can_be_pasted() -> None:
     found = step([view("p0"), view("d0", State.DOWN, 190.0, KILLED), view("d1")])
     assert found.command == "curl -sS -i -m 5 http://d0:8000/health"
     assert "no process listens" in found.what
-    assert found.docs == f"{DOCS}/operating.md#when-something-dies"
+    assert found.docs == f"{DOCS}/node-failures.md#when-something-dies"
 
 
 def test_a_node_that_fails_and_gets_requests_is_named() -> None:
@@ -154,7 +154,10 @@ def test_all_nodes_of_a_role_on_several_hosts_that_are_silent_point_to_us() -> N
         f"d0 has been down for 60 s ({SILENT}). Nothing comes back from it.",
     ]
     asked = step(nodes, not_ready="no decode node serves")
-    assert (asked.command, asked.page) == ("curl -sS -i -m 5 http://d0:8000/health", "operating.md#a-node-that-freezes")
+    assert (asked.command, asked.page) == (
+        "curl -sS -i -m 5 http://d0:8000/health",
+        "node-failures.md#a-node-that-freezes",
+    )
 
 
 def test_one_silent_node_of_each_role_points_to_us() -> None:
@@ -206,7 +209,7 @@ def test_a_refused_node_is_named_with_its_setting() -> None:
     assert texts(found.now) == ["d1 has been refused for 20 s (mamba_cache_mode is 'all' there)."]
     assert (step(nodes).command, step(nodes).page) == (
         "pdproxy check",
-        "operating.md#what-must-be-equal-and-what-may-differ",
+        "compatibility.md#what-must-be-equal-and-what-may-differ",
     )
 
 
@@ -281,7 +284,7 @@ def test_what_clients_of_each_model_lose() -> None:
 def test_every_link_into_the_docs_leads_to_a_heading() -> None:
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     assert urls["Documentation"] == DOCS
-    pages = re.findall(r'"(\w+\.md(?:#[\w-]+)?)"', (ROOT / "pdproxy/admin/next_step.py").read_text())
+    pages = re.findall(r'"([\w-]+\.md(?:#[\w-]+)?)"', (ROOT / "pdproxy/admin/next_step.py").read_text())
     assert len(pages) >= 8
     for page in pages:
         file, _, section = page.partition("#")

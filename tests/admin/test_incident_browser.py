@@ -148,7 +148,7 @@ async def test_a_decode_node_is_killed_and_comes_back(page: Page, fleet: Fleet) 
     await shows(page, "cause", "✕ a node: d0")
     await shows(page, "loss", "Served, with less room: 1 of 2 decode nodes take requests as usual.")
     assert await findings(page, "what") == ["d0 has been down for 0 s (health: cannot be reached: injected)."]
-    assert await next_step(page) == ("curl -sS -i -m 5 http://d0/health", "operating.md#when-something-dies")
+    assert await next_step(page) == ("curl -sS -i -m 5 http://d0/health", "node-failures.md#when-something-dies")
     fleet.clock.advance(20)
     await fleet.become(None, "d0")
     await shows(page, "cause", "● nothing is wrong any more")
@@ -183,7 +183,7 @@ async def test_the_prefill_node_freezes(page: Page, fleet: Fleet) -> None:
     assert await text(page, "loss") == SLOWER
     frozen = "p0 has been down for 0 s (health: cannot be reached: injected). Nothing comes back from it."
     assert await findings(page, "what") == [frozen]
-    assert (await next_step(page))[1] == "operating.md#a-node-that-freezes"
+    assert (await next_step(page))[1] == "node-failures.md#a-node-that-freezes"
 
 
 async def test_the_network_is_cut(page: Page, fleet: Fleet) -> None:
@@ -194,7 +194,7 @@ async def test_the_network_is_cut(page: Page, fleet: Fleet) -> None:
     )
     assert (await findings(page, "what"))[1] == cut
     assert await text(page, "loss") == "New requests get a 503: no decode node serves."
-    assert await next_step(page) == ("curl -sS -i -m 5 http://p0/health", "operating.md#a-node-that-freezes")
+    assert await next_step(page) == ("curl -sS -i -m 5 http://p0/health", "node-failures.md#a-node-that-freezes")
 
 
 async def test_a_node_is_refused_for_a_setting(page: Page, fleet: Fleet) -> None:
@@ -202,7 +202,7 @@ async def test_a_node_is_refused_for_a_setting(page: Page, fleet: Fleet) -> None
     await shows(page, "cause", "✕ a node: d1")
     why = "mamba_cache_mode is 'all' there and 'align' on its partners: set it to 'align'"
     assert await findings(page, "what") == [f"d1 has been refused for 0 s ({why})."]
-    assert await next_step(page) == ("pdproxy check", "operating.md#what-must-be-equal-and-what-may-differ")
+    assert await next_step(page) == ("pdproxy check", "compatibility.md#what-must-be-equal-and-what-may-differ")
 
 
 async def test_a_node_is_drained(page: Page, fleet: Fleet) -> None:
@@ -221,7 +221,7 @@ async def test_requests_are_turned_away(page: Page, fleet: Fleet) -> None:
     fleet.live.recent.ended(request, fleet.clock.now(), Outcome.REJECTED)
     await shows(page, "cause", "◐ neither: too much is asked")
     assert (await findings(page, "what"))[0].startswith("Requests were turned away")
-    assert (await next_step(page))[1] == "operating.md#what-waits-in-the-proxy"
+    assert (await next_step(page))[1] == "queue.md#what-waits-in-the-proxy"
     fleet.clock.advance(60)
     await shows(page, "cause", "● nothing is wrong any more")
     assert await findings(page, "earlier") == ["Requests turned away: 1, the last one 60 s ago."]

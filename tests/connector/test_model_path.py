@@ -1,4 +1,4 @@
-"""What docs/operating.md has about the model's path: vLLM's handshake compares it as text, and follows no links."""
+"""The model's path as docs/nodes.md describes it: vLLM's handshake compares it as text, and follows no links."""
 
 from pathlib import Path
 

@@ -131,7 +131,7 @@ def test_a_ticket_is_good_at_every_step_of_a_rotation_whoever_goes_first() -> No
 
 
 def test_a_step_left_out_is_refused() -> None:
-    """A new key that signs before the others have it; so the order in the operating guide matters."""
+    """A new key that signs before the others have it; so the order in docs/security.md matters."""
     refused = parse(wire(good(), encoded(NEW)), Expected(SHAPES, encoded(OLD), fingerprint=FINGERPRINT))
     assert isinstance(refused, Refusal)
     assert refused.reason is RefusalReason.BAD_SIGNATURE

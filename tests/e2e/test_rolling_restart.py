@@ -1,6 +1,6 @@
 """Every decode node is restarted, one after another, while streams of all shapes run: no client is told of it.
 
-As docs/operating.md says it is done: drain the node, which hands its streams over, stop it, start it again, and let it
+As docs/upgrading.md says it is done: drain the node, which hands its streams over, stop it, start it again, and let it
 rejoin.
 """
 
