@@ -4,12 +4,16 @@ As vLLM 0.32 writes them: completions and chat have ``prompt_tokens_details.cach
 ``cache_read_input_tokens`` (not counted in ``input_tokens``), both only with ``--enable-prompt-tokens-details``;
 responses always have ``input_tokens_details.cached_tokens``.
 
+Tokens that a request left in the prefix cache are ``created_cache_tokens`` of chat, ``cache_creation_input_tokens`` of
+messages (not counted in ``input_tokens`` either), and ``cache_write_tokens`` of responses.
+
 ``cached_tokens`` of a decode node shows whether it used its ticket: if it did, all prompt tokens but those after the
 hand-over's end count as cached; if not, only what its own cache held.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -18,6 +22,16 @@ from pdproxy.request import Endpoint, Json, read_json
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
+_MESSAGES_INPUT = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+_WRITTEN: Mapping[Endpoint, tuple[str, str]] = MappingProxyType(
+    {
+        Endpoint.COMPLETIONS: ("prompt_tokens_details", "created_cache_tokens"),
+        Endpoint.CHAT: ("prompt_tokens_details", "created_cache_tokens"),
+        Endpoint.RESPONSES: ("input_tokens_details", "cache_write_tokens"),
+        Endpoint.MESSAGES: ("", "cache_creation_input_tokens"),
+    }
+)
+"""Where an endpoint's usage tells what was left in the cache: the field that holds it, and its name."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -33,6 +47,18 @@ class Usage(msgspec.Struct, frozen=True):
         ``tail_tokens``: the most that it computes with a good ticket (`Node.tail_tokens`).
         """
         return self.prompt is not None and self.cached is not None and self.cached < self.prompt - tail_tokens
+
+
+class CacheUse(msgspec.Struct, frozen=True):
+    """The use of the prefix cache by the node that computed a prompt, in tokens.
+
+    Attributes:
+        read: the prompt's first tokens, which it had cached.
+        written: tokens that it computed and left in its cache; None where it did not say.
+    """
+
+    read: int
+    written: int | None = None
 
 
 def read_usage(usage: object) -> Usage | None:
@@ -69,17 +95,44 @@ def read_usage_event(data: bytes) -> Usage | None:
     return read_usage(response.get("usage") if isinstance(response, dict) else event.get("usage"))
 
 
-def with_cached_tokens(endpoint: Endpoint, usage: Json, cached_tokens: int) -> dict[str, object]:
-    """A usage object whose cached tokens are those of the prefill node, not what the decode node pulled."""
+def written_tokens(usage: object) -> int | None:
+    """The tokens that the request left in the prefix cache; None where the ``usage`` of an answer does not say."""
+    if not isinstance(usage, dict):
+        return None
+    for holder, name in _WRITTEN.values():
+        details = usage.get(holder) if holder else usage
+        if isinstance(details, dict) and (written := _int(details.get(name))) is not None:
+            return written
+    return None
+
+
+def with_cache_use(endpoint: Endpoint, usage: Json, use: CacheUse) -> dict[str, object]:
+    """A usage object that tells the cache of the prefill node, not what the decode node pulled."""
     if endpoint is Endpoint.MESSAGES:
-        fresh, read = usage.get("input_tokens"), usage.get("cache_read_input_tokens")
-        if not isinstance(fresh, int):
-            return dict(usage)
-        total = fresh + (read if isinstance(read, int) else 0)
-        return {**usage, "input_tokens": max(0, total - cached_tokens), "cache_read_input_tokens": cached_tokens}
+        return _messages_usage(usage, use)
     key = "input_tokens_details" if endpoint is Endpoint.RESPONSES else "prompt_tokens_details"
     details = usage.get(key)
-    return {**usage, key: {**(details if isinstance(details, dict) else {}), "cached_tokens": cached_tokens}}
+    told = {**(details if isinstance(details, dict) else {}), "cached_tokens": use.read}
+    name = _WRITTEN[endpoint][1]
+    if use.written is not None:
+        told[name] = use.written
+    elif endpoint is Endpoint.CHAT and name in told:  # the decode node's own
+        told[name] = None
+    return {**usage, key: told}
+
+
+def _messages_usage(usage: Json, use: CacheUse) -> dict[str, object]:
+    """The three parts of a prompt, which together are all of its tokens."""
+    parts = [_int(usage.get(name)) for name in _MESSAGES_INPUT]
+    if parts[0] is None:
+        return dict(usage)
+    fresh = max(0, sum(part or 0 for part in parts) - use.read)
+    told = {**usage, "input_tokens": fresh, "cache_read_input_tokens": use.read}
+    told.pop("cache_creation_input_tokens", None)  # the decode node's own
+    if use.written is not None:
+        written = min(use.written, fresh)
+        told |= {"input_tokens": fresh - written, "cache_creation_input_tokens": written}
+    return told
 
 
 def sum_usage(usages: Sequence[Json]) -> dict[str, object]:

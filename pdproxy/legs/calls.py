@@ -16,7 +16,7 @@ from pdproxy.observe.tracing import LegSpan
 from pdproxy.raw_json import LIST, SMALL, first_byte, kind_of_items
 from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, media_type, read_json, write_json
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
-from pdproxy.usage import read_usage
+from pdproxy.usage import CacheUse, read_usage, written_tokens
 
 FAULT_BODY_BYTES = 64 * 1024
 """How much of an error's body is kept for the client."""
@@ -50,7 +50,8 @@ _OBJECTS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
-    """The ticket for the decode leg; where the prefill node tells, how many of how many prompt tokens were cached.
+    """The ticket for the decode leg; where the prefill node tells, how many of how many prompt tokens were cached, and
+    how many of the others it left in its cache.
 
     The ticket is raw JSON: it is written once and kept as long as the stream, and parsed it has three times the bytes.
     """
@@ -58,6 +59,12 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
     ticket: msgspec.Raw
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
+    written_tokens: int | None = None
+
+    @property
+    def cache_use(self) -> CacheUse | None:
+        """The use of the cache that the client is told; None where the node did not tell."""
+        return None if self.cached_tokens is None else CacheUse(self.cached_tokens, self.written_tokens)
 
 
 async def prefill(
@@ -94,10 +101,10 @@ def read_prefill(endpoint: Endpoint, answer: Json) -> PrefillAnswer:
         raise NodeFault(Fault.NO_TICKET, "the prefill answer carries no kv_transfer_params")
     hint, usage = params.pop(_CACHED_HINT, None), read_usage(answer.get("usage"))
     ticket = msgspec.Raw(write_json(params))
-    prompt = None if usage is None else usage.prompt
+    prompt, written = None if usage is None else usage.prompt, written_tokens(answer.get("usage"))
     if isinstance(hint, int):
-        return PrefillAnswer(ticket, hint, prompt)
-    return PrefillAnswer(ticket, None if usage is None else usage.cached, prompt)
+        return PrefillAnswer(ticket, hint, prompt, written)
+    return PrefillAnswer(ticket, None if usage is None else usage.cached, prompt, written)
 
 
 async def decode(

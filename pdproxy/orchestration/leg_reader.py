@@ -285,4 +285,4 @@ class LegReader:
         self.usage = read_usage_event(data) or self.usage
         tail = self._ticket_tail
         if tail is not None and self.usage is not None and self.usage.recomputed(tail):
-            self._transcript.cached_tokens = None  # what the prefill node had cached was of no use
+            self._transcript.cache_use = None  # what the prefill node had cached was of no use

@@ -167,8 +167,8 @@ async def _answer_of(upstream: UpstreamRequest) -> tuple[bytes, Json]:
         upstream.record.was_whole(answer)
     finally:
         await upstream.aclose()
-    cached = None if upstream.hand_over is None or upstream.recomputed else upstream.hand_over.answer.cached_tokens
-    seen = rewrite_answer(endpoint, answer, cached)
+    cache_use = None if upstream.hand_over is None or upstream.recomputed else upstream.hand_over.answer.cache_use
+    seen = rewrite_answer(endpoint, answer, cache_use)
     return raw if seen == answer else write_json(seen), seen
 
 

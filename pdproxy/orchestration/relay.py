@@ -117,7 +117,7 @@ class Relay:
         hand_over = self._upstream.hand_over
         if not self._upstream.resumed:
             if not self._transcript.started and hand_over is not None:
-                self._transcript.cached_tokens = hand_over.answer.cached_tokens
+                self._transcript.cache_use = hand_over.answer.cache_use
             self._ticket_tail = None if hand_over is None else hand_over.node.tail_tokens
         return self._ticket_tail
 

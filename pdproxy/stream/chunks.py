@@ -11,7 +11,7 @@ import msgspec
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Endpoint, Json, read_json, write_json
 from pdproxy.stream.sse import Event, event_of
-from pdproxy.usage import with_cached_tokens
+from pdproxy.usage import CacheUse, with_cache_use
 
 DONE = b"[DONE]"
 """The data of the last event of completions and chat."""
@@ -134,39 +134,39 @@ def data_event(payload: object, name: bytes = b"") -> bytes:
     return head + b"data: " + write_json(payload) + b"\n\n"
 
 
-def rewrite_answer(endpoint: Endpoint, answer: dict[str, object], cached_tokens: int | None) -> dict[str, object]:
-    """A non-streamed answer (or an event's payload) as the client may see it: no ticket, the true ``cached_tokens``.
+def rewrite_answer(endpoint: Endpoint, answer: dict[str, object], cache_use: CacheUse | None) -> dict[str, object]:
+    """A non-streamed answer (or an event's payload) as the client may see it: no ticket, and of the cache the truth.
 
-    ``cached_tokens`` are the prefill node's: None where unknown, or where the decode node computed the prompt itself.
+    ``cache_use`` is the prefill node's: None where unknown, or where the decode node computed the prompt itself.
     """
     seen = dict(answer)
     for key in TICKETS.intersection(answer):
         seen[key] = None
-    if cached_tokens is not None and isinstance(usage := answer.get("usage"), dict):
-        seen["usage"] = with_cached_tokens(endpoint, usage, cached_tokens)
+    if cache_use is not None and isinstance(usage := answer.get("usage"), dict):
+        seen["usage"] = with_cache_use(endpoint, usage, cache_use)
     return seen
 
 
-def rewrite_event(endpoint: Endpoint, event: Event, data: bytes, cached_tokens: int | None) -> bytes:
+def rewrite_event(endpoint: Endpoint, event: Event, data: bytes, cache_use: CacheUse | None) -> bytes:
     """An event as the client may see it; untouched bytes unless it has the final usage or a ticket."""
-    has_usage = cached_tokens is not None and data.find(b'"usage":') >= 0 and data.find(b'"usage":null') < 0
+    has_usage = cache_use is not None and data.find(b'"usage":') >= 0 and data.find(b'"usage":null') < 0
     if not has_usage and data.find(TICKET) < 0:
         return event.raw
     whole = (event_of(event.raw).data or b"") if event.shortened else data
     payload = parse_object(whole)
-    seen = _rewrite_payload(endpoint, event, payload, cached_tokens)
+    seen = _rewrite_payload(endpoint, event, payload, cache_use)
     return event.raw if seen == payload else data_event(seen, event.name)
 
 
 def _rewrite_payload(
-    endpoint: Endpoint, event: Event, payload: dict[str, object], cached_tokens: int | None
+    endpoint: Endpoint, event: Event, payload: dict[str, object], cache_use: CacheUse | None
 ) -> dict[str, object]:
     final_event = event.name in FINAL_EVENTS
     inner = payload.get("response")
     if isinstance(inner, dict):
-        return {**payload, "response": rewrite_answer(endpoint, inner, cached_tokens if final_event else None)}
+        return {**payload, "response": rewrite_answer(endpoint, inner, cache_use if final_event else None)}
     final_chunk = payload.get("choices") == [] or final_event
-    return rewrite_answer(endpoint, payload, cached_tokens if final_chunk else None)
+    return rewrite_answer(endpoint, payload, cache_use if final_chunk else None)
 
 
 def head_of(chunk: Json) -> dict[str, object]:
@@ -183,10 +183,10 @@ def has_output(endpoint: Endpoint, chunk: Json) -> bool:
     return False
 
 
-def adopted(endpoint: Endpoint, chunk: Json, head: Json, cached_tokens: int | None) -> bytes:
+def adopted(endpoint: Endpoint, chunk: Json, head: Json, cache_use: CacheUse | None) -> bytes:
     """A chunk of an answer that was asked for anew, as the client may see it: a part of the answer that began with
     ``head``, without what only a first event has."""
     part = {**chunk, **head}
     for holder in (part, *choices_of(chunk)):
         holder |= {key: None for key in ("prompt_token_ids", "prompt_text") if key in holder}
-    return data_event(rewrite_answer(endpoint, part, None if chunk.get("choices") else cached_tokens))
+    return data_event(rewrite_answer(endpoint, part, None if chunk.get("choices") else cache_use))

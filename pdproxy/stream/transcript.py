@@ -22,6 +22,7 @@ from pdproxy.stream.chunks import (
     rewrite_event,
 )
 from pdproxy.stream.sse import Event
+from pdproxy.usage import CacheUse
 
 LAST_EVENTS = frozenset({b"message_stop", b"response.completed", b"response.failed", b"response.incomplete"})
 CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
@@ -45,12 +46,12 @@ class Checkpoint(NamedTuple):
 
 
 class Transcript:
-    """One streamed answer to one prompt; ``cached_tokens`` are the prompt tokens that the prefill node had cached."""
+    """One streamed answer to one prompt; ``cache_use`` is that of the prefill node."""
 
-    def __init__(self, endpoint: Endpoint, shape: Shape, cached_tokens: int | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, shape: Shape, cache_use: CacheUse | None = None) -> None:
         self.endpoint = endpoint
         self.shape = shape
-        self.cached_tokens = cached_tokens
+        self.cache_use = cache_use
         self.started = False
         """Generated text, ids or events reached the client."""
         self.ended = False
@@ -141,7 +142,7 @@ class Transcript:
         elif event.name == b"message_delta" and (reason := message_stop_reason(data)):
             self._finishes = self.shape.choices
             self.finish_reasons = [reason]
-        return rewrite_event(self.endpoint, event, data, self.cached_tokens)
+        return rewrite_event(self.endpoint, event, data, self.cache_use)
 
     def _is_aborted(self, event: Event, data: bytes) -> bool:
         if self.endpoint is Endpoint.MESSAGES:
@@ -159,17 +160,17 @@ class Transcript:
             self._finishes += len(reasons)
             self.finish_reasons += reasons
         if chunk is None:
-            return rewrite_event(self.endpoint, event, data, self.cached_tokens)
+            return rewrite_event(self.endpoint, event, data, self.cache_use)
         output = has_output(self.endpoint, chunk)
         self.started = self.started or output
         if self._adopts:
             return self._adopt(chunk) if output or not chunk.get("choices") else b""  # the client has the role
         self._head = self._head or head_of(chunk)
-        return rewrite_event(self.endpoint, event, data, self.cached_tokens)
+        return rewrite_event(self.endpoint, event, data, self.cache_use)
 
     def _adopt(self, chunk: dict[str, object]) -> bytes:
         """A chunk of an answer that was asked for anew, as a part of the one that the client has the beginning of."""
-        return adopted(self.endpoint, chunk, self._head or {}, self.cached_tokens)
+        return adopted(self.endpoint, chunk, self._head or {}, self.cache_use)
 
 
 def _has_error(data: bytes) -> bool:

@@ -20,6 +20,7 @@ from pdproxy.legs.calls import (
 from pdproxy.nodes.node import RANK_HEADER, Node, Role
 from pdproxy.request import Endpoint, Headers, Json, header
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
+from pdproxy.usage import CacheUse
 from tests.legs.wire import Wire
 
 NODE = Node("p0", "http://127.0.0.1:1", (Role.PREFILL,))
@@ -62,6 +63,24 @@ async def test_cached_tokens_are_read_from_the_ticket_or_from_usage(
 ) -> None:
     answer = await run_prefill(wire({"kv_transfer_params": ticket, "usage": usage}))
     assert answer.cached_tokens == cached
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "usage", "written"),
+    [
+        (Endpoint.CHAT, {"prompt_tokens": 9, "prompt_tokens_details": {"created_cache_tokens": 4}}, 4),
+        (Endpoint.RESPONSES, {"input_tokens": 9, "input_tokens_details": {"cache_write_tokens": 4}}, 4),
+        (Endpoint.MESSAGES, {"input_tokens": 1, "cache_creation_input_tokens": 4, "cache_read_input_tokens": 4}, 4),
+        (Endpoint.CHAT, {"prompt_tokens": 9, "prompt_tokens_details": {"created_cache_tokens": None}}, None),
+        (Endpoint.COMPLETIONS, {"prompt_tokens": 9}, None),
+        (Endpoint.COMPLETIONS, None, None),
+    ],
+)
+async def test_tokens_that_a_prefill_left_in_its_cache_are_read_from_usage(
+    endpoint: Endpoint, usage: object, written: int | None
+) -> None:
+    answer = await run_prefill(wire({"kv_transfer_params": TICKET, "usage": usage}), endpoint)
+    assert answer.cache_use == CacheUse(4, written)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from pdproxy.stream.journal import Journal
 from pdproxy.stream.sse import EVENT_BYTES, Framer
 from pdproxy.stream.transcript import Transcript
 from pdproxy.stream.usage_event import UsageEventFilter
+from pdproxy.usage import CacheUse
 from tests.fakes.journal import journaled
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.vllm_answers import ParsedRequest
@@ -156,11 +157,11 @@ class Leg:
         breaks: bool = False,
         journal: Journal | None = None,
         usage_filter: UsageEventFilter | None = None,
-        cached_tokens: int | None = None,
+        cache_use: CacheUse | None = None,
         piped: bool = False,
     ) -> None:
         self.journal = journal
-        self.transcript = Transcript(endpoint, Shape(1, stream=True), cached_tokens)
+        self.transcript = Transcript(endpoint, Shape(1, stream=True), cache_use)
         response = Pieces(pieces, breaks=breaks, piped=piped)
         self.reader = LegReader(response, self.transcript, 8, usage_filter, journal)
         self.seen = b""
@@ -188,7 +189,7 @@ class Leg:
         """All that may not depend on how its bytes were cut."""
         kept = None if self.journal is None else (self.journal.records(), self.journal.reason)
         seen = self.transcript
-        state = (*seen.checkpoint(), seen.finish_reasons, seen.finished, seen.cached_tokens)
+        state = (*seen.checkpoint(), seen.finish_reasons, seen.finished, seen.cache_use)
         return self.seen, self.fault, kept, state, self.reader.usage, self.reader.has_data_event, self.reader.has_begun
 
     def _take(self, seen: bytes) -> bool:
@@ -223,12 +224,12 @@ def together(chunks: Sequence[bytes], counts: Sequence[int]) -> list[bytes]:
 @st.composite
 def ways(draw: st.DrawFn) -> Callable[[Sequence[bytes], Endpoint], Leg]:
     """Reads a stream with or without a journal, a usage event that only we asked for, and tokens cached elsewhere."""
-    with_journal, ours, cached = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([None, 3]))
+    with_journal, ours, cached = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([None, CacheUse(3)]))
 
     def read(pieces: Sequence[bytes], endpoint: Endpoint) -> Leg:
         ours_alone = UsageEventFilter() if ours and endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) else None
         journal = Journal() if with_journal else None
-        kept = Leg(endpoint, pieces, journal=journal, usage_filter=ours_alone, cached_tokens=cached, piped=True)
+        kept = Leg(endpoint, pieces, journal=journal, usage_filter=ours_alone, cache_use=cached, piped=True)
         return run(kept.read_all())
 
     return read

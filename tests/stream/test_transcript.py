@@ -8,13 +8,14 @@ from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Endpoint, Shape
 from pdproxy.stream.sse import event_of
 from pdproxy.stream.transcript import Transcript
+from pdproxy.usage import CacheUse
 from tests.stream.engine import Engine, events, heard
 
 CHUNKED = (Endpoint.COMPLETIONS, Endpoint.CHAT)
 
 
-def transcript_of(engine: Engine, cached_tokens: int | None = None) -> Transcript:
-    return Transcript(engine.endpoint, Shape(1, stream=True, wants_usage=engine.usage), cached_tokens)
+def transcript_of(engine: Engine, cache_use: CacheUse | None = None) -> Transcript:
+    return Transcript(engine.endpoint, Shape(1, stream=True, wants_usage=engine.usage), cache_use)
 
 
 def take_all(transcript: Transcript, stream: list[bytes]) -> bytes:
@@ -37,7 +38,7 @@ def test_what_was_asked_anew_is_part_of_the_answer_that_began() -> None:
     seen = take_all(transcript, engine.stream()[:1])
     assert not transcript.started
     transcript.restart()
-    transcript.cached_tokens = 2
+    transcript.cache_use = CacheUse(2)
     seen += take_all(transcript, engine.stream("another"))
     assert heard(seen)[:2] == ("ab", "length")
     assert heard(seen)[2] == {
@@ -139,7 +140,7 @@ def test_of_other_endpoints_the_end_and_errors_are_noticed(endpoint: Endpoint, l
 
 def test_streamed_usage_has_the_prefill_nodes_cached_tokens() -> None:
     engine = Engine(("a", "b"))
-    transcript = transcript_of(engine, cached_tokens=2)
+    transcript = transcript_of(engine, cache_use=CacheUse(2))
     usage = heard(take_all(transcript, engine.stream()))[2]
     assert usage is not None
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
