@@ -9,7 +9,7 @@ FUZZED ?= 2000
 CHECKED := pdproxy connector deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo images test lint unit tooling unit-connector unit-proxy soak e2e test-long test-python test-upstream test-differential fuzz bench bench-engines bench-plan record generate release lock clean
+.PHONY: help env demo images test lint unit tooling unit-connector unit-proxy soak e2e test-long test-python test-upstream test-differential fuzz bench bench-engines bench-plan record generate docs release lock clean
 
 help: ## show this
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -111,6 +111,9 @@ record: env ## run the tests behind docs/tested.md on each tested vLLM, and note
 
 generate: env ## write what is made of something else: the settings' page and schema, the dashboard, the chart's copies
 	$(RUN) -m deploy.generate
+
+docs: env ## build the documentation as a site, without a warning, into .run/site
+	@$(RUN) -m deploy.site
 
 release: ## write VERSION=1.2.0 into all places and the changelog, commit, and tag; pushing the tag publishes
 	$(RUN) -m deploy.release prepare $(VERSION)

@@ -282,6 +282,7 @@ sent once more, on a fresh connection to the same node. That uses no retry, coun
 has gone meanwhile is *refused*.
 
 The first step that is still possible is taken:
+
 - *another prefill node*: unless the policy is `local`, while `retries` are left; where there is no other, the next.
 - *compute on the decode node*: unless the policy is `fail`.
 - *same ticket*: while `retries` are left and the ticket is younger than `ticket_life`. No prefill runs again.
@@ -319,7 +320,7 @@ most one node of a role ([when a node is taken out](reliability.md#when-a-node-i
 """
 
 _PROBES = """
-# Health probes
+## Health probes
 
 `health.failures` of these in a row and the node is given up: it gets no requests until it has joined anew. An engine
 that has requests and makes no step for a minute is a `stall`.
@@ -329,10 +330,11 @@ A node from whose legs nothing has come for `health.silence`, and that then answ
 """
 
 _WHICH_GO_ON = """
-# Which streams go on
+## Which streams go on
 
 A stream whose decode node fails or leaves goes on at another node by its journal, which nodes with our
 connector's endpoint plugin write; on other nodes it ends with an error event. There are two ways:
+
 - *resumed*, by its journal: both nodes can resume (the label `resume` of their `pdproxy_connector_info` is true). The
   other node gets the client's request and the journal, and sends what follows, on all endpoints.
 - *restarted*: nothing that was generated has reached the client, so that any node can be asked anew, whether there is a
@@ -346,7 +348,7 @@ ends without it if not.
 
 `pdproxy_continuable_total` counts requests by the words of the table.
 
-## Streams that cannot be resumed
+### Streams that cannot be resumed
 
 These end with an error event once generated text has reached the client; before that, they too are asked anew. A node
 leaves three more to the endpoint itself, without a journal, for it alone knows of them: a response that it is to store,

@@ -1,0 +1,131 @@
+"""The documentation as a site: built strictly, the same pages as at GitHub, and nothing in it that another host has."""
+
+import asyncio
+import html.parser
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from deploy.local.paths import ROOT
+from deploy.site import GUIDES, SOURCE, build, with_links, with_tabs, write_source
+from tests.admin.browser import CHROMIUM, Page, new_page, running_chromium
+
+pytestmark = pytest.mark.together("site")
+
+COUNTED = {"li": "list item", "tr": "row", "pre": "block of code"}
+PAGES = {f"docs/{page.relative_to(ROOT / 'docs')}" for page in (ROOT / "docs").rglob("*.md")} | set(GUIDES)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    write_source()
+    assert build(folder) == 0, "run: make docs"
+    return folder
+
+
+def test_a_link_to_nowhere_ends_the_build(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_source()
+    page = SOURCE / "README.md"
+    page.write_text(f"{page.read_text()}\n[gone](nodes.md#gone)\n")
+    assert build(tmp_path / "site") != 0
+    assert "does not contain an anchor '#gone'" in capfd.readouterr().err
+
+
+class Elements(html.parser.HTMLParser):
+    """The elements of a page: how many there are of each within the article, and what the page loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+        self.loads: list[str] = []
+        self._in_article = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self._in_article |= tag == "article"
+        self.count[tag] += self._in_article
+        if tag == "link" and found.get("rel") not in ("canonical", "next", "prev"):
+            self.loads.append(found.get("href") or "")
+        elif tag != "a":
+            self.loads.append(found.get("src") or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_article &= tag != "article"
+
+
+def made_of(source: str) -> str:
+    name = GUIDES.get(source, source.removeprefix("docs/"))
+    return re.sub(r"README\.md$", "index.md", name).removesuffix(".md") + ".html"
+
+
+def test_every_page_is_in_the_site(site: Path) -> None:
+    built = {str(page.relative_to(site)) for page in site.rglob("*.html")} - {"404.html"}
+    assert built == {made_of(page) for page in PAGES}
+
+
+@pytest.mark.parametrize("source", sorted(PAGES))
+def test_a_page_has_the_lists_tables_and_code_that_github_shows(site: Path, source: str) -> None:
+    at_github = MarkdownIt("commonmark").enable("table").render((ROOT / source).read_text())
+    here = Elements((site / made_of(source)).read_text()).count
+    there = Elements(f"<article>{at_github}</article>").count
+    assert {COUNTED[tag]: here[tag] for tag in COUNTED} == {COUNTED[tag]: there[tag] for tag in COUNTED}
+
+
+def test_no_page_loads_anything_from_another_host(site: Path) -> None:
+    loads = {load for page in site.rglob("*.html") for load in Elements(page.read_text()).loads}
+    assert "assets/iframe-worker.js" in loads
+    assert [load for load in loads if re.match(r"(\w+:)?//", load)] == []
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[str]:
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium on this machine")
+    with running_chromium("--host-resolver-rules=MAP * ~NOTFOUND") as address:
+        yield address
+
+
+async def typed(page: Page, words: str) -> None:
+    """Search for some words, as a reader does."""
+    await page.call("Emulation.setFocusEmulationEnabled", enabled=True)
+    await page.value("document.querySelector('label[for=__search]').click()")
+    field = "document.querySelector('input.md-search__input')"
+    await page.until(f"{field}.focus() || document.activeElement === {field}")
+    await page.call("Input.insertText", text=words)
+    await page.value(f"{field}.dispatchEvent(new Event('keyup'))")
+
+
+async def test_from_a_disk_and_without_a_network_the_search_finds_a_page(site: Path, browser: str) -> None:
+    async with asyncio.timeout(60), new_page(browser) as page:
+        await page.show(f"{site.as_uri()}/index.html")
+        await page.until("document.readyState === 'complete' && !!window.document$")
+        await typed(page, "rotating keys")
+        await page.until("!!document.querySelector('.md-search-result__link[href*=\"security.html\"]')")
+        asked = await page.value("performance.getEntriesByType('resource').map((each) => each.name)")
+        assert [each for each in asked if not each.startswith("file:")] == []
+        assert page.complaints == []
+
+
+def test_links_lead_to_the_same_place_from_the_site() -> None:
+    page = (
+        "[a](../docs/nodes.md#roles), [b](../helm/pdproxy/README.md#keys), [c](../compose.yaml) and [d](https://e.f/)"
+    )
+    assert with_links(page, "docs/decisions.md") == (
+        "[a](nodes.md#roles), [b](chart.md#keys), [c](https://github.com/pdproxy/pdproxy/blob/main/compose.yaml)"
+        " and [d](https://e.f/)"
+    )
+    assert with_links("[a](../nodes.md) [b](#here)", "docs/decisions/roles.md") == "[a](../nodes.md) [b](#here)"
+    assert with_links("[a](../../docs/decisions/roles.md)", "helm/pdproxy/README.md") == "[a](decisions/roles.md)"
+
+
+def test_marked_headings_become_tabs() -> None:
+    page = "before\n\n<!-- tabs -->\n### One\n\n```sh\na\n```\n\n### Two\n\nb\n<!-- end of tabs -->\n\n### After\n"
+    assert with_tabs(page) == (
+        'before\n\n=== "One"\n\n    ```sh\n    a\n    ```\n\n=== "Two"\n\n    b\n\n\n### After\n'
+    )
