@@ -67,6 +67,18 @@ class NoNodeReason(enum.StrEnum):
     BARRED_PAIR = LocalReason.BARRED_PAIR.value
 
 
+class KeepReason(enum.StrEnum):
+    """Why a node is asked to keep a conversation: every value of ``pdproxy_keeps_asked_total{reason}``."""
+
+    PROMPT_CACHE_RETENTION = "prompt_cache_retention"
+    PROMPT_CACHE_OPTIONS = "prompt_cache_options"
+    CACHE_CONTROL = "cache_control"
+    SESSION = "session"
+    """The client names the session, which has just begun."""
+    USUAL_PAUSE = "usual_pause"
+    """The conversation has come back before, and is likely to do so again after about as long."""
+
+
 class NotContinuableReason(enum.StrEnum):
     """Why a broken stream cannot be continued on another node; `failures.NOT_RESUMABLE` explains each."""
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from pdproxy.reasons import LocalReason, NotContinuableReason
+from pdproxy.reasons import KeepReason, LocalReason, NotContinuableReason
 
 Json: TypeAlias = Mapping[str, object]
 """A JSON object. Its values may be raw JSON: `raw_json.value_of` decodes one that is to be looked at."""
@@ -142,6 +142,18 @@ class HeldBody(Generic[Content]):
         return [HeldBody(content, on_part_dropped) for content in contents]
 
 
+class KeepAsk(msgspec.Struct, frozen=True):
+    """A client's wish that what its prompt leaves in the cache stays there for its next one.
+
+    Attributes:
+        seconds: from the end of the answer on; 0: what was kept of the conversation is needed no more.
+        reason: the field that says so.
+    """
+
+    seconds: float
+    reason: KeepReason
+
+
 class ClientRequest(msgspec.Struct, frozen=True):
     """One request to a generating endpoint.
 
@@ -154,6 +166,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
         deadline: monotonic seconds by which the whole request must have ended.
         left: whether the client has disconnected; a request that is cancelled while it has not was cancelled by us.
         session: a hash of the key of its session and its client's name, 64 bits; None where it names none.
+        keep: how long the client wants its conversation kept; None where it does not say.
         api_key: the name of the client's API key; never the key itself.
         fields: what the proxy looks at, as it was read (`legs.lax_fields`); None where nobody has read it yet.
         on_usage: called with the tokens of a prompt and of its answers, once its node has told them.
@@ -170,6 +183,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
     deadline: float
     left: Callable[[], bool]
     session: int | None = None
+    keep: KeepAsk | None = None
     api_key: str = ""
     fields: Mapping[str, Any] | None = None
     on_usage: Callable[[int, int], None] = lambda _prompt, _completion: None

@@ -28,6 +28,7 @@ from pdproxy.intake.exchange import AsgiApp
 from pdproxy.intake.handler import ApiApp, HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
 from pdproxy.intake.routes import shown_to_clients
+from pdproxy.legs.calls import new_hand_over_id
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.cohorts import Cohorts
@@ -46,15 +47,17 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.refused_connections import RefusedConnections
 from pdproxy.observe.tracing import TracedApp, tracing_of
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
+from pdproxy.orchestration.keeping import Keeping
 from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.prefix_source import CombinedSource, PrefixSource
 from pdproxy.orchestration.request_queue import QueueLimits
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
+from pdproxy.planning.conversations import Conversations
 from pdproxy.planning.policies import policy_named
 from pdproxy.planning.shares import LimitsByKey
 from pdproxy.settings.model import ConfiguredNode, Settings
-from pdproxy.settings.types import FirstHandOver, Routing, kind_of_node
+from pdproxy.settings.types import FirstHandOver, Keep, Routing, kind_of_node
 from pdproxy.transport.port import Transport
 from pdproxy.transport.traced import TracedTransport
 
@@ -171,14 +174,18 @@ def _orchestration_context(
     tracer: Tracer | None,
     background: Background,
 ) -> OrchestrationContext:
-    config = orchestration_config(settings)
+    config, policy = orchestration_config(settings), settings.policy
+    known = source if policy.routing is Routing.CACHE else None
+    conversations = Conversations(policy.keep, new_hand_over_id, limits, policy.keep_longest)
+    keeping = Keeping(conversations, clock, metrics.keeps, known)
     return OrchestrationContext(
         transport,
         pool,
         metrics,
         clock,
         config,
-        prefix_source=source if settings.policy.routing is Routing.CACHE else None,
+        prefix_source=known,
+        keeping=None if policy.keep is Keep.OFF else keeping,
         key_limits=limits,
         tracer=tracer,
         background=background,
@@ -217,6 +224,7 @@ def _request_handler(
         credential=settings.upstream.credential,
         own=secrets.credential,
         routing=settings.policy.routing,
+        keep=settings.policy.keep,
         sse_keep_alive=settings.listen.sse_keep_alive,
     )
     return RequestHandler(

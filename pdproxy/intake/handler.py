@@ -33,6 +33,7 @@ from pdproxy.intake.rate_limits import RateCharge, RateLimits
 from pdproxy.intake.session import session_of
 from pdproxy.intake.sse_keep_alive import answer_with_comments
 from pdproxy.legs.form import FORM, model_in_form
+from pdproxy.legs.keep_words import keep_asked
 from pdproxy.legs.lax_fields import UnreadableField
 from pdproxy.legs.parse import LARGE, checked_fields, model_in, model_of, parse, reading, scrub
 from pdproxy.legs.turns import in_turns
@@ -44,7 +45,7 @@ from pdproxy.planning.shares import NO_LIMITS
 from pdproxy.raw_json import Steps, at_once
 from pdproxy.request import ClientRequest, Endpoint, Headers, HeldBody, media_type, write_json
 from pdproxy.response import ProxyResponse
-from pdproxy.settings.types import Credential, Routing
+from pdproxy.settings.types import Credential, Keep, Routing
 
 _LOG = logging.getLogger("pdproxy.intake")
 _BY_SESSION = frozenset({Routing.CACHE, Routing.SESSION})
@@ -60,6 +61,7 @@ class HandlerConfig:
         request_seconds: for a request as a whole.
         credential: whose credential a node gets; ``own`` is the operator's, as of now.
         routing: the policy; some need to know the sessions of requests.
+        keep: which conversations nodes are asked to keep: what clients say of that is read, or not.
         sse_keep_alive: seconds between two comments in a stream that has no event yet; 0 for none.
     """
 
@@ -67,6 +69,7 @@ class HandlerConfig:
     credential: Credential
     own: Secret
     routing: Routing = Routing.CACHE
+    keep: Keep = Keep.AUTO
     sse_keep_alive: float = 0.0
 
 
@@ -177,6 +180,7 @@ class RequestHandler:
         try:
             model = model_in(endpoint, body)
             fields = yield from checked_fields(endpoint, body)
+            keep = None if self.config.keep is Keep.OFF else (yield from keep_asked(endpoint, body, raw))
         except UnreadableField:
             return self._forward_request(exchange, write_json(body), model, arrived, admitted)
         key, config = admitted.api_key.name, self.config
@@ -192,6 +196,7 @@ class RequestHandler:
             deadline=arrived + config.request_seconds,
             left=exchange.left,
             session=session_of(exchange.fields, body, key) if config.routing in _BY_SESSION else None,
+            keep=keep,
             api_key=key,
             fields=fields,
         )

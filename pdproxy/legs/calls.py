@@ -34,6 +34,8 @@ NOTHING_HELD = frozenset({Fault.REFUSED, Fault.BUSY, Fault.CLIENT_ERROR, Fault.N
 once (`prefill`)."""
 _OUR_FIELDS = "pdproxy"
 """Where in a ticket the fields of our connector are."""
+KEPT = "pdproxy_kept"
+"""The field of an answer's ``kv_transfer_params`` in which a node tells what it keeps of the conversation."""
 _CACHED_HINT = "remote_prefill_cached_tokens"
 """vLLM's scheduler adds it to the ticket, and a decode node that gets it reports it as its own ``cached_tokens``
 (0.32, v1/engine/output_processor.py). Without it the decode node reports what it did not have to compute, which shows
@@ -51,7 +53,7 @@ _OBJECTS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 class PrefillAnswer(msgspec.Struct, frozen=True):
     """The ticket for the decode leg; where the prefill node tells, how many of how many prompt tokens were cached, and
-    how many of the others it left in its cache.
+    how many of the others it left in its cache. ``kept`` is what it says of the conversation that it was asked to keep.
 
     The ticket is raw JSON: it is written once and kept as long as the stream, and parsed it has three times the bytes.
     """
@@ -60,6 +62,7 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
     written_tokens: int | None = None
+    kept: object = None
 
     @property
     def cache_use(self) -> CacheUse | None:
@@ -96,6 +99,7 @@ async def prefill(
 def read_prefill(endpoint: Endpoint, answer: Json) -> PrefillAnswer:
     """The ticket in a prefill leg's answer; without one, a NO_TICKET fault, or ABORTED."""
     params = answer.get("kv_transfer_params")
+    kept = params.pop(KEPT, None) if isinstance(params, dict) else None
     if not isinstance(params, dict) or not params:
         raise_if_aborted(endpoint, answer)
         raise NodeFault(Fault.NO_TICKET, "the prefill answer carries no kv_transfer_params")
@@ -103,8 +107,14 @@ def read_prefill(endpoint: Endpoint, answer: Json) -> PrefillAnswer:
     ticket = msgspec.Raw(write_json(params))
     prompt, written = None if usage is None else usage.prompt, written_tokens(answer.get("usage"))
     if isinstance(hint, int):
-        return PrefillAnswer(ticket, hint, prompt, written)
-    return PrefillAnswer(ticket, None if usage is None else usage.cached, prompt, written)
+        return PrefillAnswer(ticket, hint, prompt, written, kept)
+    return PrefillAnswer(ticket, None if usage is None else usage.cached, prompt, written, kept)
+
+
+def kept_of(answer: Json) -> object:
+    """The field in which a node that computes alone tells, in a whole answer, what it keeps; None without it."""
+    params = answer.get("kv_transfer_params")
+    return params.get(KEPT) if isinstance(params, dict) else None
 
 
 async def decode(

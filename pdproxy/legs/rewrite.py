@@ -4,6 +4,8 @@ A hand-over id is what the proxy calls a prefill leg: with it the node can be as
 before, during and after the leg. It must be unguessable, and each leg gets a new one.
 """
 
+from types import MappingProxyType
+
 import msgspec
 
 from pdproxy.raw_json import value_of
@@ -41,16 +43,20 @@ _PREFILL_PARAMS: dict[str, object] = {
     **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
 }
 
+NOTHING_KEPT: Json = MappingProxyType({})
+"""For a leg that tells its node nothing of conversations to keep."""
 CALL_NO_TOOL = {"type": "none"}
 """In the place of a named tool, for messages: vLLM decodes the call's arguments as JSON, and refuses a request whose
 only token is their beginning. The prompt has its tools all the same, but on nodes with
 `--exclude-tools-when-tool-choice-none`, where the ticket is of another prompt then and the decode node computes."""
 
 
-def prefill_body(endpoint: Endpoint, body: Json, hand_over_id: str, readers: int) -> dict[str, object]:
+def prefill_body(
+    endpoint: Endpoint, body: Json, hand_over_id: str, readers: int, keep: Json = NOTHING_KEPT
+) -> dict[str, object]:
     """Ask for exactly one token and for a ticket that so many ``readers`` (``n``) will use.
 
-    ``body`` is scrubbed and of one prompt.
+    ``body`` is scrubbed and of one prompt. ``keep``: what the node is told of conversations that it keeps.
     """
     leg = dict(body)
     for name in DROPPED.intersection(body):
@@ -62,7 +68,7 @@ def prefill_body(endpoint: Endpoint, body: Json, hand_over_id: str, readers: int
     if endpoint is Endpoint.MESSAGES and _names_a_tool(leg):
         leg["tool_choice"] = CALL_NO_TOOL
     leg |= ONE_TOKEN[endpoint]
-    params = leg["kv_transfer_params"] = {**_PREFILL_PARAMS, "pdproxy_hand_over": hand_over_id}
+    params = leg["kv_transfer_params"] = {**_PREFILL_PARAMS, "pdproxy_hand_over": hand_over_id, **keep}
     if readers > 1:
         params["pdproxy_readers"] = readers
     return leg
@@ -78,14 +84,22 @@ def release_body(model: str, hand_over_id: str) -> dict[str, object]:
     return {"model": model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": {"pdproxy_release": hand_over_id}}
 
 
-def decode_body(body: Json, ticket: msgspec.Raw | None, form: LegForm = LegForm()) -> dict[str, object]:  # noqa: B008
-    """The client's body, with the ticket. Without one the decode node computes the prompt.
+def decode_body(
+    body: Json,
+    ticket: msgspec.Raw | None,
+    form: LegForm = LegForm(),  # noqa: B008
+    keep: Json = NOTHING_KEPT,
+) -> dict[str, object]:
+    """The client's body, with the ticket. Without one the decode node computes the prompt, and may be told what to
+    ``keep``.
 
     Where the form adds the usage event, the body must have no ``stream_options`` of its own.
     """
     leg = dict(body)
     if ticket is not None:
         leg["kv_transfer_params"] = ticket
+    elif keep:
+        leg["kv_transfer_params"] = keep
     if form.adds_usage:
         leg["stream_options"] = {"include_usage": True}
     return leg

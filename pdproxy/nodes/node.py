@@ -138,6 +138,7 @@ class Node:
         prefix_match_unit: tokens between the boundaries at which its hand-overs end; 0 where they end anywhere.
         can_resume: it has the route on which streams come with a journal, by which another such node resumes them.
         hashing, cache: how its prefix cache names the tokens of a prompt, and is set up; None where not published.
+        keeps: its connector keeps conversations.
         seed: a hash of its name, 64 bits: the same in every proxy.
     """
 
@@ -155,6 +156,7 @@ class Node:
     max_model_len: int = 0
     prefix_match_unit: int = 0
     can_resume: bool = False
+    keeps: bool = False
     hashing: Hashing | None = None
     cache: CacheSettings | None = None
     cards: Mapping[str, Json] = dataclasses.field(default_factory=lambda: MappingProxyType({}), hash=False)

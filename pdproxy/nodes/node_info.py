@@ -113,6 +113,7 @@ class NodeInfo:
             max_model_len=self.models.max_model_len or 0,
             prefix_match_unit=int(unit) if unit.isdecimal() else 0,
             can_resume=self.labels.get("resume") == "true",
+            keeps=self.labels.get("keep_share", "") not in ("", "0", "0.0"),
             hashing=self.hashing,
             cache=self.cache,
         )

@@ -87,6 +87,40 @@ class Tokens(enum.StrEnum):
     COMPLETION = "completion"
 
 
+class KeepOutcome(enum.StrEnum):
+    """The outcome of asking a node to keep a conversation: the node's own words, and ours."""
+
+    KEPT = "kept"
+    NOTHING_CACHED = "nothing_cached"
+    """The node has no state or no blocks from which the next turn could go on."""
+    TOO_LARGE = "too_large"
+    """The conversation alone is more than the node's share for keeps."""
+    OFF = "off"
+    """The node's share is 0."""
+    UNTOLD = "untold"
+    """The answer does not tell: streams of a node that computes alone do not."""
+    KEY_LIMIT = "key_limit"
+    """No node was asked: the API key has as many tokens kept as it may."""
+
+
+class KeepTurn(enum.StrEnum):
+    """The next turn of a conversation that was kept."""
+
+    THERE = "there"
+    """The turn goes to the place that keeps it, in time."""
+    MOVED = "moved"
+    """The turn goes to another place, though in time; the first one is told to forget it."""
+    LATE = "late"
+    """The turn goes to the place that kept it, after the time for which it was to be kept."""
+
+
+class KeepTokens(enum.StrEnum):
+    """Tokens of kept conversations."""
+
+    KEPT = "kept"
+    HIT = "hit"
+
+
 class Task(enum.StrEnum):
     """The background tasks."""
 

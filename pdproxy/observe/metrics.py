@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from pdproxy.errors import Fault
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.families import Counter, Gauge, Histogram
+from pdproxy.observe.keep_metrics import KeepMetrics
 from pdproxy.observe.labels import (
     Affinity,
     Attempt,
@@ -49,11 +50,12 @@ class Metrics:
         server: latency, in the names of OpenTelemetry's conventions.
         models: the values of the label ``model``; `model_served` adds to them.
         keys: those of each API key.
+        keeps: those of conversations that nodes keep.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.events, self.server, self.models = EventMetrics(registry), ServerMetrics(registry), ServedModels()
-        self.keys = KeyMetrics(registry)
+        self.keys, self.keeps = KeyMetrics(registry), KeepMetrics(registry)
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self._requests = counter("pdproxy_requests_total", "Requests that ended.", ["endpoint", "model", "outcome"])
         self._phases = Histogram(

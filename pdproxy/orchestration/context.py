@@ -13,6 +13,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import deadline_error
 from pdproxy.orchestration.in_flight import InFlightRequests
+from pdproxy.orchestration.keeping import Keeping
 from pdproxy.orchestration.prefix_source import PrefixSource
 from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
 from pdproxy.planning.cache_aware import CacheAware
@@ -112,6 +113,7 @@ class OrchestrationContext:
         queue: of all prompts; there is one for each pool.
         plan_policy: what planning needs to know of the config.
         prefix_source: what nodes have cached; None where the policy does not ask.
+        keeping: has nodes keep conversations; None where they are not to.
         key_limits: what each API key may have.
         tracer: makes the spans of legs; None without tracing.
         background: work that outlives a request, such as releases.
@@ -126,6 +128,7 @@ class OrchestrationContext:
     new_hand_over_id: Callable[[], str] = new_hand_over_id
     tie_breaker: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     prefix_source: PrefixSource | None = None
+    keeping: Keeping | None = None
     key_limits: LimitsByKey = dataclasses.field(default_factory=LimitsByKey)
     tracer: Tracer | None = None
     background: Background = dataclasses.field(default_factory=Background)

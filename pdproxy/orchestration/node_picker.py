@@ -209,9 +209,12 @@ class NodePicker:
 
     def headers(self, node: Node) -> Headers:
         """The headers of a leg to a node: they name the planned rank."""
-        headers = self._sub_request.headers
-        rank = None if self._chosen is None else self._chosen.rank(node)
+        headers, rank = self._sub_request.headers, self.rank(node)
         return headers if rank is None else (*headers, (RANK_HEADER, str(rank)))
+
+    def rank(self, node: Node) -> int | None:
+        """The rank that the plan names on one of its nodes; None where it names none."""
+        return None if self._chosen is None else self._chosen.rank(node)
 
     def possible(self) -> bool:
         """Whether a plan could be made now."""

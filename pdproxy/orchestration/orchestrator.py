@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 
 from pdproxy.errors import ClientError, Fault, NodeFault
-from pdproxy.legs.calls import ANSWER_BYTES, outlined_object, raise_if_aborted
+from pdproxy.legs.calls import ANSWER_BYTES, kept_of, outlined_object, raise_if_aborted
 from pdproxy.legs.parse import split
 from pdproxy.legs.shape import shape
 from pdproxy.legs.turns import PromptReader
@@ -165,6 +165,8 @@ async def _answer_of(upstream: UpstreamRequest) -> tuple[bytes, Json]:
         if usage is not None:
             upstream.record_usage(usage)
         upstream.record.was_whole(answer)
+        if upstream.keep is not None:
+            upstream.keep.told(kept_of(answer))
     finally:
         await upstream.aclose()
     cache_use = None if upstream.hand_over is None or upstream.recomputed else upstream.hand_over.answer.cache_use

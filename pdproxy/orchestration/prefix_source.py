@@ -1,6 +1,7 @@
 """Where the planner asks what places have cached of a prompt, and what it tells in return."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 from pdproxy.planning.plan_types import Plan
@@ -37,6 +38,10 @@ class PrefixSource(Protocol):
 
     def learn(self, sub_request: SubRequest, real: RealHit) -> None:
         """Learn from what the place really had."""
+
+    def marks(self, sub_request: SubRequest) -> Sequence[int]:
+        """Hashes of the beginnings of a prompt that was looked up, the whole prompt last: of a prompt that goes on from
+        it, this is one of them."""
 
 
 class ExactSource(Protocol):
@@ -76,3 +81,7 @@ class CombinedSource:
     def learn(self, sub_request: SubRequest, real: RealHit) -> None:
         """As `PrefixSource`: what is exact learns from events alone."""
         self._estimate.learn(sub_request, real)
+
+    def marks(self, sub_request: SubRequest) -> Sequence[int]:
+        """As `PrefixSource`."""
+        return self._estimate.marks(sub_request)

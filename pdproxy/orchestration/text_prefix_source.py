@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from collections.abc import Sequence
 from typing import cast
 
 from pdproxy.clock import Clock
@@ -86,6 +87,10 @@ class TextPrefixSource:
             self._index.cached_less(asked.chain, real.place)
         elif real.cached > asked.expected + block:
             self._index.cached_more(asked.chain, real.place, real.cached, self._clock.now())
+
+    def marks(self, sub_request: SubRequest) -> Sequence[int]:
+        """As `PrefixSource`; none for a prompt without text. Of a very long prompt only the beginning is looked at."""
+        return self._ask(sub_request).chain.hashes
 
     def known(self, sub_request: SubRequest) -> KnownPrefix:
         """The part of a prompt that tokenized prompts tell."""

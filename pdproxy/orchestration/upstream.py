@@ -20,7 +20,7 @@ from opentelemetry import trace
 from pdproxy.errors import NodeFault
 from pdproxy.failures import Moment, Step
 from pdproxy.legs.calls import NOTHING_HELD, decode, prefill, prompt_digest
-from pdproxy.legs.rewrite import decode_body, prefill_body
+from pdproxy.legs.rewrite import NOTHING_KEPT, decode_body, prefill_body
 from pdproxy.lifecycle import TRANSITIONS, IllegalTransition, RequestState, Transition
 from pdproxy.nodes.node import Node
 from pdproxy.nodes.outlier import Source
@@ -32,12 +32,13 @@ from pdproxy.orchestration.context import OrchestrationContext, deadline_passed,
 from pdproxy.orchestration.failed_legs import FailedLegs
 from pdproxy.orchestration.hand_over import HandOver, release_later
 from pdproxy.orchestration.in_flight import LegFailure
+from pdproxy.orchestration.keeping import PromptKeep
 from pdproxy.orchestration.leg_wait import LegWait
 from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.orchestration.request_record import PromptRecord, Route
 from pdproxy.planning.plan_types import Plan
 from pdproxy.reasons import LocalReason
-from pdproxy.request import Endpoint, LegForm, SubRequest
+from pdproxy.request import Endpoint, Json, LegForm, SubRequest
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
 
@@ -58,6 +59,7 @@ class UpstreamRequest:
         record: of this prompt.
         recomputed: the decode node had a ticket and computed the prompt all the same, as far as its usage shows.
         nodes: which nodes it goes to.
+        keep: its turn in a conversation that nodes may keep; None where there is none.
     """
 
     def __init__(self, context: OrchestrationContext, sub_request: SubRequest, record: PromptRecord) -> None:
@@ -73,6 +75,7 @@ class UpstreamRequest:
         self._decode_node: Node | None = None
         self.hand_over: HandOver | None = None
         self.recomputed = False
+        self.keep: PromptKeep | None = None
         # What it holds, beside its place in the queue.
         self._slot: Slot | None = None
         """On the decode node."""
@@ -99,6 +102,8 @@ class UpstreamRequest:
         """
         self.nodes.reset()
         await self.nodes.look_up_prefix()
+        if self.keep is None and self._context.keeping is not None:
+            self.keep = self._context.keeping.begin(self.sub_request)
         node = await self._plan_and_prefill()
         while True:
             try:
@@ -128,7 +133,8 @@ class UpstreamRequest:
         """The prefill leg. What the node may hold of one that fails is released."""
         context, asked = self._context, self.sub_request
         hand_over_id, endpoint = context.new_hand_over_id(), asked.request.endpoint
-        body = prefill_body(endpoint, asked.held.content, hand_over_id, asked.shape.choices)
+        keep = self._keep_order(node)
+        body = prefill_body(endpoint, asked.held.content, hand_over_id, asked.shape.choices, keep)
         timeouts = context.config.prefill_timeouts(self.remaining_seconds())
         self.record.enter(Phase.PREFILL, node.name)
         headers, slot = self.nodes.headers(node), _held(self._prefill_slot)
@@ -140,6 +146,8 @@ class UpstreamRequest:
                     context.transport, node, endpoint, body, headers, timeouts, self._note_sent_twice, span
                 )
             self.nodes.prefilled(slot, answer)
+            if self.keep is not None:
+                self.keep.told(answer.kept)
         except NodeFault as fault:
             if span is not None:
                 span.failed(fault.fault)
@@ -162,6 +170,10 @@ class UpstreamRequest:
         self._failed.went_on(Leg.PREFILL)
         return HandOver(hand_over_id, node, answer, context.clock.now())
 
+    def _keep_order(self, node: Node) -> Json:
+        """The fields that tell the node which computes the prompt what to keep."""
+        return NOTHING_KEPT if self.keep is None else self.keep.order(node, self.nodes.rank(node))
+
     def _after_failed_prefill(self, node: Node, fault: NodeFault) -> None:
         """The next plan has another prefill node, or none; or the client's error is raised."""
         match self._next_step(Leg.PREFILL, node, fault):
@@ -177,7 +189,8 @@ class UpstreamRequest:
         context, asked = self._context, self.sub_request
         ticket = None if self.hand_over is None else self.hand_over.answer.ticket
         form = form_for(node)
-        body = decode_body(asked.held.content, ticket, form)
+        keep = self._keep_order(node) if ticket is None else NOTHING_KEPT
+        body = decode_body(asked.held.content, ticket, form, keep)
         timeouts = context.config.decode_timeouts(self.remaining_seconds())
         self.record.enter(Phase.HANDOVER, node.name)
         slot, stream = _held(self._slot), asked.shape.stream
@@ -343,6 +356,8 @@ class UpstreamRequest:
         self._state = TRANSITIONS[self._state, Transition.END]
         self.sub_request.held.drop()
         self._failed.close()
+        if self.keep is not None:
+            self.keep.end()
         self.nodes.admission.end()
         self._release_hand_over()
         if self._prefill_slot is not None:

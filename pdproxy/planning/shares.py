@@ -27,6 +27,7 @@ class KeyLimits:
         requests_per_minute: refused beyond it, as are tokens.
         input_tokens_per_minute: of prompts.
         output_tokens_per_minute: of answers.
+        kept_tokens: of conversations that nodes are asked to keep at once; further ones are not kept.
     """
 
     weight: float = 1.0
@@ -35,6 +36,7 @@ class KeyLimits:
     requests_per_minute: int | None = None
     input_tokens_per_minute: int | None = None
     output_tokens_per_minute: int | None = None
+    kept_tokens: int | None = None
 
 
 NO_LIMITS = KeyLimits()

@@ -248,6 +248,11 @@ class Policy(Section):
     itl_budget: types.Seconds = Field(default=0.1, ge=0, le=10)
     """With `cache`: how long a prompt that a decode node resumes by itself may hold up its streams; 0 is never."""
 
+    keep: types.Keep = types.Keep.AUTO
+    """Conversations that nodes keep until their next turn; `auto`: also those that have come back before."""
+    keep_longest: types.Seconds = Field(default=3600.0, ge=0, le=86400)
+    """Longest time for which a client's request has a conversation kept."""
+
     @field_validator("routing", mode="before")
     @classmethod
     def _former_routing(cls, value: object) -> object:

@@ -86,6 +86,17 @@ class ReadEvents(OneOf):
     OFF = "off"
 
 
+class Keep(OneOf):
+    """Which conversations nodes are asked to keep until their next turn."""
+
+    AUTO = "auto"
+    """Those whose clients ask for it, those that have come back before, and new ones whose clients name a session."""
+    ASKED = "asked"
+    """Those whose clients ask for it."""
+    OFF = "off"
+    """None."""
+
+
 class Credential(OneOf):
     """The ``Authorization`` header that a node gets."""
 

@@ -11,7 +11,7 @@ from backports import zstd
 
 from pdproxy.request import Endpoint
 from pdproxy.settings.model import Limits, Listen, Policy, Settings
-from pdproxy.settings.types import Routing
+from pdproxy.settings.types import Keep, Routing
 from pdproxy.sockets import keep_alive
 from tests.app.running_proxy import RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -184,3 +184,29 @@ def test_connections_are_probed_by_the_system() -> None:
         keep_alive(one)
         assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
+ODD_WISH = {"prompt_cache_retention": "48h"}
+MESSAGES = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "one two"}]}
+
+
+async def test_a_wish_to_be_kept_that_means_nothing_is_refused_in_the_shape_of_its_api() -> None:
+    async with running_proxy(Settings()) as proxy:
+        answer = await proxy.client.post("/v1/chat/completions", json={**CHAT, **ODD_WISH})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_cache_retention")
+        odd = {**MESSAGES, "cache_control": {"type": "ephemeral", "ttl": "24h"}}
+        answer = await proxy.client.post("/v1/messages", json=odd)
+        message = "`cache_control.ttl` must be `5m` or `1h`."
+        assert (answer.status_code, answer.json()) == (
+            400,
+            {"type": "error", "error": {"type": "invalid_request_error", "message": message}},
+        )
+        fine = {**MESSAGES, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+        assert (await proxy.client.post("/v1/messages", json=fine)).status_code == 200
+        legs = [each.body for each in proxy.decode.seen if each.path.endswith("/v1/messages")]
+        assert [leg["cache_control"] for leg in legs] == [fine["cache_control"]], "nodes get it as it came"
+
+
+async def test_where_nothing_is_kept_the_fields_are_not_looked_at() -> None:
+    async with running_proxy(Settings(policy=Policy(keep=Keep.OFF))) as proxy:
+        assert (await proxy.client.post("/v1/chat/completions", json={**CHAT, **ODD_WISH})).status_code == 200

@@ -91,6 +91,10 @@ class FakeNode:
         """Before each of its paths."""
         self.forwarded: dict[str, Script] = {}
         """Answers of paths that are no generating endpoints, by path; others echo what was asked."""
+        self.kept: dict[str, int] | None = None
+        """Tokens of the conversations that it keeps, by id; None for a node whose connector does not know of that."""
+        self.keeps_nothing = ""
+        """Why it keeps nothing of what it is asked to keep; "" while it does."""
         self.seen: list[Seen] = []
         self.recomputed = 0
         self.running = 0
@@ -194,10 +198,11 @@ class FakeNode:
         question = dataclasses.replace(question, wrong=wrong + self.rounding * (len(question.prompt) % 2))
         if not question.stream:
             told = self.fabric.told if params.get("pdproxy_explain") else None
-            report = None if told is None else {"pdproxy_read": told}
+            report = {**({} if told is None else {"pdproxy_read": told}), **self._keep(question, params)} or None
             return Script(200, JSON, (answer(question, cached, report),), computed=True)
         if self.stream_pieces:
             return Script(200, EVENTS, self.stream_pieces)
+        self._keep(question, params)
         if records is None:
             return Script(200, EVENTS, events(question, cached), computed=True)
         return Script(200, EVENTS, journaled(question, cached, records, self.fabric), computed=True)
@@ -209,7 +214,7 @@ class FakeNode:
         cached = 1 if self.cache is None else self.cache.compute(question.prompt)
         ticket = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.name,
                   "remote_request_id": name, "remote_prefill_cached_tokens": cached,
-                  "remote_host": self.fabric.address, "remote_port": 5600}  # fmt: skip
+                  "remote_host": self.fabric.address, "remote_port": 5600, **self._keep(question, params)}  # fmt: skip
         return Script(200, JSON, (answer(question, cached, ticket),), computed=True)
 
     def _attend(self, question: ParsedRequest, params: Mapping[str, Any]) -> tuple[int, int]:
@@ -225,6 +230,22 @@ class FakeNode:
         from_ticket = params.get("remote_prefill_cached_tokens")
         wrong = 0 if held is None else abs(held.dialect - self.dialect)
         return own if from_ticket is None else int(from_ticket), wrong
+
+    def _keep(self, question: ParsedRequest, params: Mapping[str, Any]) -> dict[str, Any]:
+        """What it tells of the conversation that it is asked to keep."""
+        if self.kept is None:
+            return {}
+        for each in params.get("pdproxy_forget", ()):
+            self.kept.pop(each, None)
+        keep = params.get("pdproxy_keep")
+        if keep is None:
+            return {}
+        hit = self.kept.pop(keep["id"], 0)
+        tokens = len(question.prompt) if keep["seconds"] and not self.keeps_nothing else 0
+        if tokens:
+            self.kept[keep["id"]] = tokens
+        why = "" if tokens else self.keeps_nothing or "not_asked"
+        return {"pdproxy_kept": {"hit": hit, "tokens": tokens, "blocks": tokens // 8, "why": why}}
 
     def _take_fault(self, *kinds: FaultKind) -> InjectedFault | None:
         fault = self.fault

@@ -1,5 +1,7 @@
 """What is known exactly goes before what is estimated, node by node."""
 
+from collections.abc import Sequence
+
 from pdproxy.legs.shape import shape
 from pdproxy.nodes.node import Node, Role
 from pdproxy.orchestration.prefix_source import CombinedSource, RealHit
@@ -35,6 +37,9 @@ class Source:
     def learn(self, sub_request: SubRequest, real: RealHit) -> None:
         self.told.append(real)
 
+    def marks(self, sub_request: SubRequest) -> Sequence[int]:
+        return (1, 2)
+
     def reads(self, node: str) -> bool:
         return node == READ.node
 
@@ -59,6 +64,7 @@ async def test_one_alone_is_enough() -> None:
 def test_both_hear_of_plans_and_the_estimate_of_what_came_of_them() -> None:
     exact, estimate = Source(EXACT), Source(ESTIMATE)
     both = CombinedSource(exact, estimate)
+    assert both.marks(ASKED) == (1, 2)
     plan, real = Plan(None, Node("read", "http://r", (Role.DECODE,))), RealHit(READ, 100, 32)
     both.routed(ASKED, plan)
     both.learn(ASKED, real)

@@ -1,0 +1,132 @@
+"""Conversations that nodes are asked to keep: what goes into the legs of a prompt for it, and what comes of it.
+
+A keep is an order of eviction on the node that computed the prompt, which the connector there looks after: kept blocks
+are the last ones that make room for others. The conversation is found by its prompts (`planning.conversations`); its
+id names the keep, on whatever node.
+"""
+
+from collections.abc import Sequence
+
+from pdproxy.clock import Clock
+from pdproxy.nodes.node import Node
+from pdproxy.observe.keep_metrics import KeepMetrics
+from pdproxy.observe.labels import KeepOutcome, KeepTurn
+from pdproxy.orchestration.prefix_source import PrefixSource
+from pdproxy.planning.conversations import Conversation, Conversations
+from pdproxy.planning.prefix import Place
+from pdproxy.request import Json, SubRequest
+
+
+class Keeping:
+    """Asks nodes to keep conversations. ``source`` as in `OrchestrationContext`; without one, only sessions that their
+    clients name are known as conversations."""
+
+    def __init__(
+        self, conversations: Conversations, clock: Clock, metrics: KeepMetrics, source: PrefixSource | None
+    ) -> None:
+        self._conversations = conversations
+        self._clock = clock
+        self._metrics = metrics
+        self._source = source
+
+    def begin(self, sub_request: SubRequest) -> "PromptKeep | None":
+        """The turn of a prompt that has been looked up; None where nothing tells which conversation it belongs to."""
+        request, marks = sub_request.request, self._marks(sub_request)
+        if not marks:
+            return None
+        named = request.session is not None
+        conversation = self._conversations.turn(request.api_key, marks, self._clock.now(), named=named)
+        return PromptKeep(sub_request, conversation, self._conversations, self._clock, self._metrics)
+
+    def _marks(self, sub_request: SubRequest) -> Sequence[int]:
+        if self._source is not None:
+            return self._source.marks(sub_request)
+        session = sub_request.request.session
+        return () if session is None else (session,)
+
+
+class PromptKeep:
+    """One turn of a conversation. `end` it, on every exit."""
+
+    def __init__(
+        self,
+        sub_request: SubRequest,
+        conversation: Conversation,
+        conversations: Conversations,
+        clock: Clock,
+        metrics: KeepMetrics,
+    ) -> None:
+        self._ask, self._tokens = sub_request.request.keep, sub_request.shape.prompt_tokens
+        self._conversation, self._conversations = conversation, conversations
+        self._clock, self._metrics = clock, metrics
+        self._place: Place | None = None
+        """The place that was asked, whose answer has not come."""
+        self._kept_before = conversation.kept_until() > clock.now()
+        self._seconds = 0.0
+        """For which a place was asked to keep it."""
+        self._ended = False
+
+    def order(self, node: Node, rank: int | None) -> Json:
+        """The fields of a leg's ``kv_transfer_params`` to the place that computes the prompt; most need none."""
+        if not node.keeps or (rank is None and node.ranks > 1):
+            return {}
+        place, now = Place(node.name, rank or 0), self._clock.now()
+        conversation, conversations = self._conversation, self._conversations
+        fields = dict[str, object]()
+        seconds, reason = conversations.seconds(conversation, self._ask)
+        if reason is not None and not conversations.fits(conversation, self._tokens, now):
+            self._metrics.told(KeepOutcome.KEY_LIMIT)
+            seconds, reason = 0.0, None
+        here = place in conversation.kept
+        self._count_turn(here=here)
+        if reason is not None:
+            conversations.keep(conversation, place, self._tokens, now)
+            self._metrics.asked(reason)
+            self._place = place
+        elif conversation.kept:
+            conversations.let_go(conversation, now)
+        self._seconds = seconds
+        if reason is not None or here:
+            fields["pdproxy_keep"] = {"id": conversation.id, "seconds": round(seconds, 3)}
+        if ids := [each for each in conversations.to_forget(place) if each != conversation.id]:
+            fields["pdproxy_forget"] = ids
+        return fields
+
+    def told(self, kept: object) -> None:
+        """The field `calls.KEPT` of the answer; None where it has none."""
+        place, self._place = self._place, None
+        if place is None:
+            return
+        if not isinstance(kept, dict):
+            self._metrics.told(KeepOutcome.UNTOLD)
+            return
+        hit, tokens = _count(kept.get("hit")), _count(kept.get("tokens"))
+        self._metrics.add_tokens(hit=hit, kept=tokens)
+        if tokens:
+            self._conversation.tokens = tokens
+            self._metrics.told(KeepOutcome.KEPT)
+            return
+        self._conversations.not_kept(self._conversation, place)
+        why = kept.get("why")
+        self._metrics.told(KeepOutcome(why) if isinstance(why, str) and why in set(KeepOutcome) else KeepOutcome.UNTOLD)
+
+    def end(self) -> None:
+        """The answer has ended, or the prompt was given up. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._place is not None:
+            self.told(None)
+        self._conversations.ended(self._conversation, self._seconds, self._clock.now())
+
+    def _count_turn(self, *, here: bool) -> None:
+        """Count the turn of a conversation that was kept, once."""
+        if self._kept_before:
+            self._metrics.came_back(KeepTurn.THERE if here else KeepTurn.MOVED)
+        elif here:
+            self._metrics.came_back(KeepTurn.LATE)
+        self._kept_before = False
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int and value > 0 else 0

@@ -1,0 +1,230 @@
+"""The conversations that pass this proxy: which prompt goes on from which, after how long, and what nodes keep. Pure.
+
+A conversation's next prompt begins with its last one. So a prompt is known by its marks (`text_chain`), of which the
+last mark of an earlier one tells whose turn it is, whether its client names a session or not. Clients do not meet: the
+marks of one API key are not those of another.
+
+Two prompts may go on from one: the first one is the conversation's next turn, the other one begins a branch, which
+inherits how long its pauses are.
+"""
+
+import dataclasses
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from pdproxy.planning.prefix import Place
+from pdproxy.planning.shares import LimitsByKey
+from pdproxy.reasons import KeepReason
+from pdproxy.request import KeepAsk
+from pdproxy.settings.types import Keep
+
+MOST_CONVERSATIONS = 1 << 14
+"""The conversations that are remembered; the one whose turn came longest ago is forgotten first."""
+NEWEST_PAUSE = 0.5
+"""The part of the latest pause in the usual one."""
+PAUSES, SPARE = 4.0, 5.0
+"""A conversation is kept for so many of its usual pauses, and so many seconds besides."""
+MOST_USUAL = 300.0
+"""The most seconds for which one is kept without its client's word."""
+FIRST_PAUSE = 60.0
+"""Seconds for which a named session is kept after its first turn, when nothing is known of its pauses."""
+FEW, SELDOM = 16, 0.25
+"""After so many first turns of named sessions of a key, of which a smaller part than this came back, such are not kept
+any more."""
+MOST_FORGOTTEN = 1024
+"""Ids that one request may tell a place to forget."""
+
+MOST_PLACES = 4096
+"""Places that may still have to be told to forget something; some of them may have left."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Conversation:
+    """One conversation, or one branch of it.
+
+    Attributes:
+        id: by which nodes keep it.
+        tenant: the name of its API key.
+        named: its client names a session.
+        turns: how many of its prompts have come.
+        running: of these, how many are still being answered.
+        ended: when its last answer ended.
+        pause: its usual pause in seconds, the last ones counting most; None before the first.
+        kept: until when each place keeps it.
+        tokens: that are kept.
+        first_mark, last_mark: of the prompts of its last two turns.
+    """
+
+    id: str
+    tenant: str
+    named: bool
+    turns: int = 0
+    running: int = 0
+    ended: float = -math.inf
+    pause: float | None = None
+    kept: dict[Place, float] = dataclasses.field(default_factory=dict)
+    tokens: int = 0
+    first_mark: int | None = None
+    last_mark: int | None = None
+
+    def kept_until(self) -> float:
+        """The latest time until which any place keeps it; without end while it is being answered."""
+        return max(self.kept.values(), default=-math.inf)
+
+
+@dataclasses.dataclass(slots=True)
+class _Returns:
+    """How often named sessions of one key came back after their first turn."""
+
+    begun: int = 0
+    came_back: int = 0
+
+
+class Conversations:
+    """The conversations by the marks of their prompts.
+
+    Args:
+        keep: what is kept.
+        new_id: must return unguessable ids, of 16 to 128 letters, digits, - and _.
+        limits: of API keys.
+        longest: the most seconds for which a client's word has a conversation kept.
+    """
+
+    def __init__(
+        self,
+        keep: Keep,
+        new_id: Callable[[], str],
+        limits: LimitsByKey,
+        longest: float,
+        most: int = MOST_CONVERSATIONS,
+    ) -> None:
+        self._keep = keep
+        self._new_id = new_id
+        self._limits = limits
+        self._longest = longest
+        self._most = most
+        self._by_mark: dict[int, Conversation] = {}
+        self._all: OrderedDict[str, Conversation] = OrderedDict()
+        """By id; the one whose turn came longest ago is first."""
+        self._kept: dict[str, dict[str, Conversation]] = {}
+        """Those that are kept, by API key and id."""
+        self._returns: dict[str, _Returns] = {}
+        self._forget: OrderedDict[Place, list[str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def turn(self, tenant: str, marks: Sequence[int], now: float, *, named: bool) -> Conversation:
+        """The conversation whose turn a prompt with these marks is, the last one at its end; a new one if it is none.
+
+        ``named``: its client names a session. `ended` must be called for it.
+        """
+        salt, by_mark = hash(tenant), self._by_mark
+        met = next((mark ^ salt for mark in reversed(marks) if mark ^ salt in by_mark), None)
+        end, found = marks[-1] ^ salt, None if met is None else by_mark[met]
+        if found is None:
+            conversation = self._add(Conversation(self._new_id(), tenant, named), end)
+        elif found.running or found.last_mark != met:
+            branch = Conversation(self._new_id(), tenant, named, pause=found.pause, turns=1)
+            conversation = self._add(branch, end)
+        else:
+            conversation = found
+            self._came_back(found, end, now)
+        conversation.turns += 1
+        conversation.running += 1
+        if named and conversation.turns == 1:
+            self._returns.setdefault(tenant, _Returns()).begun += 1
+        return conversation
+
+    def ended(self, conversation: Conversation, seconds: float, now: float) -> None:
+        """The answer to a turn has ended; it is kept for so many ``seconds`` from now on, where a place was asked."""
+        conversation.running -= 1
+        conversation.ended = now
+        for place in conversation.kept:
+            conversation.kept[place] = now + seconds
+
+    def seconds(self, conversation: Conversation, ask: KeepAsk | None) -> tuple[float, KeepReason | None]:
+        """For how long to keep a conversation after this turn, and why; 0 and None if it is not to be kept."""
+        if ask is not None:
+            return min(ask.seconds, self._longest), ask.reason if ask.seconds else None
+        if self._keep is not Keep.AUTO:
+            return 0.0, None
+        if conversation.pause is not None:
+            return min(PAUSES * conversation.pause + SPARE, MOST_USUAL), KeepReason.USUAL_PAUSE
+        returns = self._returns.get(conversation.tenant)
+        if conversation.named and returns and (returns.begun < FEW or returns.came_back >= SELDOM * returns.begun):
+            return FIRST_PAUSE, KeepReason.SESSION
+        return 0.0, None
+
+    def fits(self, conversation: Conversation, tokens: int, now: float) -> bool:
+        """Whether its API key may have so many tokens more kept."""
+        most = self._limits.of(conversation.tenant).kept_tokens
+        if most is None:
+            return True
+        kept = self._kept.get(conversation.tenant, {})
+        for each in [each for each in kept.values() if each.kept_until() <= now]:
+            del kept[each.id]
+        return tokens + sum(each.tokens for each in kept.values() if each is not conversation) <= most
+
+    def keep(self, conversation: Conversation, place: Place, tokens: int, now: float) -> None:
+        """A place is asked to keep it; all other places are to forget it."""
+        for other in [each for each in conversation.kept if each != place]:
+            self._let_go(conversation, other, now)
+        conversation.kept[place], conversation.tokens = math.inf, tokens
+        self._kept.setdefault(conversation.tenant, {})[conversation.id] = conversation
+
+    def let_go(self, conversation: Conversation, now: float) -> None:
+        """No place needs to keep it any more."""
+        for place in list(conversation.kept):
+            self._let_go(conversation, place, now)
+
+    def not_kept(self, conversation: Conversation, place: Place) -> None:
+        """A place said that it keeps nothing of it."""
+        conversation.kept.pop(place, None)
+
+    def to_forget(self, place: Place) -> Sequence[str]:
+        """The ids that a place is still to be told to forget; the caller tells it."""
+        ids = self._forget.get(place)
+        if not ids:
+            return ()
+        del self._forget[place]
+        return ids
+
+    def _add(self, conversation: Conversation, end: int) -> Conversation:
+        self._all[conversation.id] = conversation
+        self._move(conversation, end)
+        while len(self._all) > self._most:
+            _, oldest = self._all.popitem(last=False)
+            for mark in (oldest.first_mark, oldest.last_mark):
+                if mark is not None and self._by_mark.get(mark) is oldest:
+                    del self._by_mark[mark]
+            self._kept.get(oldest.tenant, {}).pop(oldest.id, None)
+        return conversation
+
+    def _came_back(self, conversation: Conversation, end: int, now: float) -> None:
+        pause = max(0.0, now - conversation.ended)
+        before = conversation.pause
+        conversation.pause = pause if before is None else before + NEWEST_PAUSE * (pause - before)
+        if conversation.named and conversation.turns == 1:
+            self._returns.setdefault(conversation.tenant, _Returns()).came_back += 1
+        self._move(conversation, end)
+        self._all.move_to_end(conversation.id)
+
+    def _move(self, conversation: Conversation, end: int) -> None:
+        """Its newest prompt ends at this mark. The one before that is remembered, too: branches begin there."""
+        if conversation.last_mark == end:
+            return
+        first = conversation.first_mark
+        if first is not None and self._by_mark.get(first) is conversation:
+            del self._by_mark[first]
+        conversation.first_mark, conversation.last_mark = conversation.last_mark, end
+        self._by_mark[end] = conversation
+
+    def _let_go(self, conversation: Conversation, place: Place, now: float) -> None:
+        if conversation.kept.pop(place) > now:
+            ids = self._forget.setdefault(place, [])
+            ids.append(conversation.id)
+            del ids[:-MOST_FORGOTTEN]  # of a place that is asked nothing the first ones have ended by themselves
+            while len(self._forget) > MOST_PLACES:
+                self._forget.popitem(last=False)

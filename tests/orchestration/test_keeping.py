@@ -1,0 +1,190 @@
+"""Conversations that nodes are asked to keep: who is asked, what comes of it, and who is told to forget."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdproxy.nodes.node import Role
+from pdproxy.orchestration.keeping import Keeping
+from pdproxy.orchestration.orchestrator import Orchestrator
+from pdproxy.orchestration.text_prefix_source import TextPrefixSource
+from pdproxy.planning.conversations import Conversations
+from pdproxy.planning.shares import KeyLimits, LimitsByKey
+from pdproxy.reasons import KeepReason
+from pdproxy.request import Endpoint, KeepAsk
+from pdproxy.settings.types import Keep
+from tests.fakes.faults import FaultKind, InjectedFault
+from tests.orchestration.cluster import FakeCluster, Got, read
+from tests.orchestration.prompts import body_for
+
+HALF_AN_HOUR = KeepAsk(1800.0, KeepReason.PROMPT_CACHE_OPTIONS)
+
+
+class KeepingCluster(FakeCluster):
+    """Nodes that keep conversations; the key ``small`` may have 100 tokens kept."""
+
+    def __init__(self, keep: Keep = Keep.AUTO, *, by_text: bool = True, ranks: int = 1) -> None:
+        super().__init__()
+        for node in self.nodes:
+            node.kept = {}
+            self.amend(node.name, keeps=True, ranks=ranks)
+        source = TextPrefixSource(self.pool, self.clock) if by_text else None
+        numbers, limits = itertools.count(), LimitsByKey({"small": KeyLimits(kept_tokens=100)})
+        book = Conversations(keep, lambda: f"conversation-{next(numbers)}", limits, 3600.0)
+        keeping = Keeping(book, self.clock, self.context.metrics.keeps, source)
+        self.context = dataclasses.replace(self.context, prefix_source=source, keeping=keeping)
+        self.orchestrator = Orchestrator(self.context)
+
+    async def say(self, turn: int, *, after: float = 0.0, stream: bool = True, whose: str = "c", **more: Any) -> Got:
+        """The next turn of a conversation, so many seconds after the one before."""
+        self.clock.advance(after)
+        roles = itertools.cycle(("user", "assistant"))
+        messages = [
+            {"role": role, "content": f"{whose}{number} " * 40}
+            for number, role in zip(range(2 * turn + 1), roles, strict=False)
+        ]
+        request = self.request(Endpoint.CHAT, {"messages": messages, "stream": stream, "max_tokens": 4})
+        reply = await self.orchestrator.answer(msgspec.structs.replace(request, **more))
+        return Got(reply.status, dict(reply.headers), await read(reply))
+
+    def orders(self, role: Role = Role.PREFILL) -> list[tuple[str, dict[str, Any]]]:
+        """What nodes of a role were told of keeps, in order of time."""
+        nodes = self.prefills if role is Role.PREFILL else self.decodes
+        legs = [(node.name, seen.body.get("kv_transfer_params") or {}) for node in nodes for seen in node.legs()]
+        return [
+            (name, {field: params[field] for field in ("pdproxy_keep", "pdproxy_forget") if field in params})
+            for name, params in legs
+        ]
+
+
+def kept(cluster: KeepingCluster) -> dict[str, int]:
+    return {name: tokens for node in cluster.nodes for name, tokens in (node.kept or {}).items()}
+
+
+async def test_a_conversation_that_comes_back_is_kept_for_its_next_turn() -> None:
+    cluster = KeepingCluster()
+    await cluster.say(0)
+    assert kept(cluster) == {}
+    await cluster.say(1, after=4)
+    (_, first), (_, second) = cluster.orders()
+    assert (first, second) == ({}, {"pdproxy_keep": {"id": "conversation-0", "seconds": 21.0}})
+    await cluster.say(2, after=4)
+    assert list(kept(cluster)) == ["conversation-0"]
+    assert cluster.count("pdproxy_keeps_asked_total", reason="usual_pause") == 2
+    assert cluster.count("pdproxy_keeps_total", outcome="kept") == 2
+    assert cluster.count("pdproxy_keep_turns_total", outcome="there") == 1
+    assert cluster.count("pdproxy_keep_tokens_total", kind="hit") > 0
+    assert cluster.orders(Role.DECODE) == [(name, {}) for name, _ in cluster.orders(Role.DECODE)]
+    await cluster.settle()
+
+
+async def test_a_clients_word_is_enough() -> None:
+    cluster = KeepingCluster(Keep.ASKED)
+    await cluster.say(0, keep=HALF_AN_HOUR)
+    await cluster.say(1, after=4)
+    (_, first), (_, second) = cluster.orders()
+    assert first["pdproxy_keep"]["seconds"] == 1800.0
+    assert second["pdproxy_keep"] == {"id": first["pdproxy_keep"]["id"], "seconds": 0.0}, "its use ends it"
+    assert kept(cluster) == {}
+    await cluster.settle()
+
+
+async def test_explicitly_nothing_ends_what_was_kept() -> None:
+    cluster = KeepingCluster()
+    await cluster.say(0, keep=HALF_AN_HOUR)
+    await cluster.say(1, after=4, keep=KeepAsk(0.0, KeepReason.PROMPT_CACHE_OPTIONS))
+    assert kept(cluster) == {}
+    await cluster.settle()
+
+
+async def test_a_named_session_is_kept_from_the_first_turn_on() -> None:
+    cluster = KeepingCluster()
+    await cluster.say(0, session=7)
+    assert len(kept(cluster)) == 1
+    assert cluster.count("pdproxy_keeps_asked_total", reason="session") == 1
+
+
+async def test_without_the_texts_of_prompts_the_session_is_the_conversation() -> None:
+    cluster = KeepingCluster(by_text=False)
+    await cluster.say(0, session=7)
+    await cluster.say(0, whose="d", after=2, session=7)
+    await cluster.say(0, whose="e", after=2)
+    ids = {params["pdproxy_keep"]["id"] for _, params in cluster.orders() if params}
+    assert len(ids) == 1
+    assert len([params for _, params in cluster.orders() if params]) == 2
+
+
+async def test_a_conversation_that_moves_is_forgotten_where_it_was() -> None:
+    cluster = KeepingCluster()
+    await cluster.say(0, keep=HALF_AN_HOUR)
+    (first,) = [node for node in cluster.prefills if node.kept]
+    other = next(node for node in cluster.prefills if node is not first)
+    first.fault = InjectedFault(FaultKind.STATUS, status=503)
+    await cluster.say(1, after=4, keep=HALF_AN_HOUR)
+    assert list(other.kept or {}) == ["conversation-0"]
+    assert cluster.count("pdproxy_keep_turns_total", outcome="there") == 1, "where its turn was planned"
+    first.fault, other.fault = None, InjectedFault(FaultKind.STATUS, status=503)
+    await cluster.say(0, whose="d")
+    assert first.kept == {}, "told with the next prompt that went there"
+    await cluster.settle()
+
+
+async def test_a_node_that_knows_nothing_of_keeps_is_not_asked() -> None:
+    cluster = KeepingCluster()
+    for node in cluster.prefills:
+        cluster.amend(node.name, keeps=False)
+    await cluster.say(0, keep=HALF_AN_HOUR)
+    assert [params for _, params in cluster.orders() if params] == []
+
+
+async def test_nothing_is_kept_where_the_rank_is_left_to_the_node() -> None:
+    cluster = KeepingCluster(ranks=2)
+    await cluster.ask(Endpoint.RESPONSES, body_for(Endpoint.RESPONSES, stream=False, user="u"))
+    await cluster.ask(Endpoint.RESPONSES, body_for(Endpoint.RESPONSES, stream=False, user="u"))
+    assert [params for _, params in cluster.orders() if params] == []
+
+
+async def test_a_key_that_has_enough_kept_has_no_more() -> None:
+    cluster = KeepingCluster()
+    await cluster.say(2, keep=HALF_AN_HOUR, api_key="small")
+    assert kept(cluster) == {}
+    assert cluster.count("pdproxy_keeps_total", outcome="key_limit") == 1
+    await cluster.say(0, whose="d", keep=HALF_AN_HOUR, api_key="small")
+    assert len(kept(cluster)) == 1
+
+
+async def test_what_a_node_does_not_keep_is_counted_by_its_reason() -> None:
+    cluster = KeepingCluster()
+    for node in cluster.prefills:
+        node.keeps_nothing = "too_large"
+    await cluster.say(0, keep=HALF_AN_HOUR)
+    assert cluster.count("pdproxy_keeps_total", outcome="too_large") == 1
+    for node in cluster.prefills:
+        node.keeps_nothing = "word_of_a_later_release"
+    await cluster.say(1, keep=HALF_AN_HOUR)
+    assert cluster.count("pdproxy_keeps_total", outcome="untold") == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_node_that_computes_alone_is_asked_and_the_client_sees_nothing_of_it(stream: bool) -> None:
+    cluster = KeepingCluster()
+    for node in cluster.prefills:
+        cluster.pool.remove(node.name)
+    got = await cluster.say(0, stream=stream, keep=HALF_AN_HOUR)
+    assert got.route == "local"
+    assert len(kept(cluster)) == 1
+    assert b"pdproxy_kept" not in got.body
+    assert cluster.count("pdproxy_keeps_total", outcome="untold" if stream else "kept") == 1
+    await cluster.settle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_answer_to_a_hand_over_shows_nothing_of_it(stream: bool) -> None:
+    cluster = KeepingCluster()
+    got = await cluster.say(0, stream=stream, keep=HALF_AN_HOUR)
+    assert (got.route, b"pdproxy_kept" in got.body, len(kept(cluster))) == ("disaggregated", False, 1)
+    legs = [seen.body["kv_transfer_params"] for node in cluster.decodes for seen in node.legs()]
+    assert all("pdproxy_kept" not in params for params in legs)
