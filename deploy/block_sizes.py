@@ -43,7 +43,7 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class Hybrid:
-    """What the block size depends on; sizes of the whole model, before tensor parallelism divides it.
+    """The sizes on which the block size depends, of the whole model, before tensor parallelism divides it.
 
     Attributes:
         kv_heads: of one attention layer; each GPU has at least one.

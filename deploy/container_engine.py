@@ -27,7 +27,7 @@ POLL_S = 1.0
 SHOWN_LINES = 40
 LOGS = RUNS / "images"
 CHECKED = "pdproxy-images-check"
-"""What the container is called that `running` starts."""
+"""The name of the container that `running` starts."""
 
 
 class ContainerEngineError(Exception):
@@ -61,7 +61,7 @@ class ContainerEngine:
         return _indented(to.read_text(encoding="utf-8", errors="replace"))
 
     def inspect(self, template: str, *containers: str) -> str:
-        """What a Go template makes of the containers, a line each. Raises ContainerEngineError."""
+        """A Go template, filled in for each container, a line each. Raises ContainerEngineError."""
         return self.ask("container", "inspect", f"--format={template}", *containers)
 
     @contextmanager
@@ -165,7 +165,7 @@ def find(wanted: Sequence[str] = COMMANDS) -> ContainerEngine:
 
 
 def _why_not(command: str) -> str | None:
-    """What is missing for this container engine to be used; None where nothing is."""
+    """The reason why this container engine cannot be used; None where there is none."""
     if shutil.which(command) is None:
         return "not installed"
     if (said := _failure([command, "ps", "--quiet"])) is not None:

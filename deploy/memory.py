@@ -88,7 +88,7 @@ def layers(config: Config) -> Layers:
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model: its `config.json`, and bytes of all of its weights."""
+    """A model: its `config.json`, and the bytes of all of its weights."""
 
     config: Config
     total: int
@@ -203,11 +203,11 @@ class Reserve:
 
 
 LOGIT_BYTES = 12
-"""Of one entry of the vocabulary for one sequence: 2.8 GiB for 1,024 sequences of 248,320; twice with drafts."""
+"""Bytes of one entry of the vocabulary for one sequence: 2.8 GiB for 1,024 sequences of 248,320; twice with drafts."""
 
 
 def reserve(config: Config, flags: Flags) -> Reserve:
-    """What a node needs beside weights and cache."""
+    """The memory that a node needs beside weights and cache."""
     text = {**config, **config.get("text_config", {})}
     hidden, experts = int(text["hidden_size"]), int(text.get("num_experts_per_tok") or 1)
     wide = max(2 * hidden * experts, 4 * int(text.get("intermediate_size") or 0) // flags.tp, 12 * hidden)
@@ -223,7 +223,7 @@ def reserve(config: Config, flags: Flags) -> Reserve:
 
 @dataclass(frozen=True)
 class Fit:
-    """What is left of one GPU, and what it is enough for.
+    """The memory that is left of one GPU, and how many sequences it holds.
 
     Attributes:
         total: bytes that vLLM may use of the GPU.
@@ -287,7 +287,7 @@ class Fit:
 
 
 def fit(loaded: Model, gib: float, flags: Flags) -> Fit:
-    """What a GPU of so many GiB is enough for. Raises UnknownModelError."""
+    """The sequences that a GPU of so many GiB holds. Raises UnknownModelError."""
     config = loaded.config
     model, kept = read(config, flags.dtypes, flags.speculative_tokens), layers(config)
     if not model.fits(flags.tp):
@@ -306,7 +306,7 @@ def fit(loaded: Model, gib: float, flags: Flags) -> Fit:
 
 
 def with_room(model: Model, gib: float, flags: Flags) -> Fit:
-    """What the GPU is enough for with `MARGIN` less memory."""
+    """The same for a GPU with `MARGIN` less memory."""
     return fit(model, gib * (1 - MARGIN), flags)
 
 
@@ -334,7 +334,7 @@ def report(model: Model, gib: float, flags: Flags, sizes: Sequence[int]) -> tupl
 
 
 def sentence(found: Fit) -> str:
-    """What an example's comment says of its node."""
+    """The sentence about its node in an example's comment."""
     return (
         f"weights {_gib(found.weights)} a GPU, cache {_gib(found.cache)} in {found.blocks:,} blocks of"
         f" {found.block_size:,} tokens: {found.at_once:.0f} requests of {found.flags.max_model_len:,} tokens at a time"

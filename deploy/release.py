@@ -37,7 +37,7 @@ SOURCE = next(iter(PLACES))
 CHANGELOG = "CHANGELOG.md"
 UNRELEASED = "## Unreleased\n"
 VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
-"""What Python, Helm and images all accept: three numbers."""
+"""The form of a version that Python, Helm and images all accept: three numbers."""
 CHART = "helm/pdproxy"
 REPOSITORY = re.compile(r"\{ repository: (pdproxy(?:-node)?),")
 
@@ -129,7 +129,7 @@ def check(repository: Repository, tag: str) -> None:
 
 
 def notes(repository: Repository, tag: str) -> str:
-    """What the changelog says of a release. Raises ReleaseError where that is nothing."""
+    """The changelog's notes on a release. Raises ReleaseError where there are none."""
     text = repository.sections().get(tag.removeprefix("v"), "")
     if not text:
         raise ReleaseError(f"{CHANGELOG} has no section {tag.removeprefix('v')!r}.")

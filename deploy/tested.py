@@ -1,4 +1,4 @@
-"""What was run on which vLLM: `docs/tested.md` and the README's table of families, from `docs/tested.json`.
+"""Tables of the tests that were run on each vLLM: `docs/tested.md` and the README's families, from `docs/tested.json`.
 
 That file has the names of the tests that passed, by version of vLLM (`pytest -p tests.recorded --record` writes it). A
 cell says "run" where every test of it passed on that version. A feature that was not run was read; a kind of model
@@ -82,7 +82,7 @@ class Feature:
     stock_tests: tuple[str, ...] = ()
 
     def seen_of_stock(self, how: str) -> str:
-        """What a cell says of vLLM's own connector."""
+        """The cell about vLLM's own connector."""
         return self.stock if self.stock == "no" and not self.stock_tests else f"{self.stock}: {how}"
 
 
@@ -134,7 +134,7 @@ FEATURES = (
     Feature("Jamba: Mamba-1", (f"test_families.py::{ASPECTS[0].test}[Jamba]",), "yes"),
     Feature("speculative decoding (MTP), FP8 caches, CUDA graphs, RDMA", (), "yes"),
 )
-"""What a test shows is not claimed of a version on which nobody ran it."""
+"""Features, each with the tests that show it; nothing is claimed of a version on which nobody ran them."""
 
 
 def asked_for(test: str) -> bool:
@@ -215,7 +215,7 @@ def ran(results: Results, *tests: str) -> str:
 
 
 def cell(results: Results, version: str, tests: Sequence[str]) -> str:
-    """What stands behind a claim: vLLM's source is read in any case (`tests.vllm_compat`)."""
+    """The evidence for a claim on a version: its tests were run, or vLLM's source was read (`tests.vllm_compat`)."""
     return "run" if tests and passed(results, version, [E2E + test for test in tests]) else "read"
 
 

@@ -149,7 +149,7 @@ HIDDEN = re.compile(r'^ *(?:\w[^"]*)?r?"""(?:Of|What|Whatever|Whoever|It|That|Su
 """Openings that hide who or what a sentence is about."""
 
 
-@pytest.mark.parametrize("folder", ["pdproxy", "connector"])
+@pytest.mark.parametrize("folder", ["pdproxy", "connector", "deploy"])
 def test_docstrings_begin_with_their_subject(folder: str) -> None:
     files = {name_of(file): text_of(file) for file in sorted((ROOT / folder).rglob("*.py"))}
     assert [f"{name}: {found[0].strip()}" for name, text in files.items() for found in HIDDEN.finditer(text)] == []

@@ -1,1 +1,1 @@
-"""What the proxy costs: CPU time per request of its whole process tree, side by side with another router."""
+"""The cost of the proxy: CPU time per request of its whole process tree, side by side with another router."""

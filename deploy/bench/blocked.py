@@ -38,7 +38,7 @@ class Nodes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """Of one request, in milliseconds of CPU time: the longest callback, and all of them."""
+    """CPU milliseconds of one request: its longest callback, and all of them."""
 
     longest: float
     total: float
@@ -98,7 +98,7 @@ class MeteredProxy:
             writer.close()
 
     async def report(self) -> Measured:
-        """What was measured since the last report."""
+        """The measurements since the last report."""
         assert self.process.stdout is not None
         self.process.send_signal(signal.SIGUSR1)
         async with asyncio.timeout(SOON):

@@ -34,7 +34,7 @@ SHAPES = {
 
 @dataclass(slots=True)
 class Counted:
-    """What was entered. ``switches``: calls of a function of another file than the last one entered."""
+    """The functions that were entered. ``switches``: calls of a function of another file than the last one entered."""
 
     functions: set[CodeType] = field(default_factory=set)
     calls: int = 0

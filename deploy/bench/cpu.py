@@ -47,7 +47,7 @@ def processes(root: int) -> list[int]:
 
 
 def _seconds(pid: int) -> float:
-    """Of one process, its ended threads included, in nanoseconds' resolution: the tick of /proc is 10 ms."""
+    """CPU time of one process, its ended threads included, in nanoseconds' resolution: the tick of /proc is 10 ms."""
     try:
         return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3) makes the clock's number
     except OSError:

@@ -1,4 +1,4 @@
-"""What reading a node's KV events costs the proxy: ``python -m deploy.bench.events_cost``.
+"""The cost to the proxy of reading a node's KV events: ``python -m deploy.bench.events_cost``.
 
 Batches as a prefill node of a hybrid model publishes them: for a step of so many tokens the blocks of one attention
 group and of three state groups, token ids and all; and evictions, which come one by one.
@@ -33,7 +33,7 @@ def step(source: random.Random, tokens: int) -> list[Event]:
 
 
 def seconds(payloads: list[bytes]) -> float:
-    """Of CPU, to decode and apply one of them."""
+    """CPU seconds to decode and apply one of them."""
     scheme = HashScheme(HashAlgorithm.SHA256_CBOR, BLOCK, BLOCK, root_hash(HashAlgorithm.SHA256_CBOR))
     decode, index = BatchDecoder(), PrefixIndex(scheme)
     index.apply(PLACE, CacheCleared())

@@ -1,4 +1,4 @@
-"""What each feature costs: ``python -m deploy.bench.feature_cost``; needs valgrind, and takes a quarter of an hour.
+"""The cost of each feature: ``python -m deploy.bench.feature_cost``; needs valgrind, and takes a quarter of an hour.
 
 Each row is a proxy with one feature beside one that has none of them; instructions of one request, one request after
 another (`lockstep`). The first row is a proxy without any settings.
@@ -28,7 +28,7 @@ LIMITS = "weight=2 concurrency=100000 requests_per_minute=1M input_tokens_per_mi
 
 
 class Feature(NamedTuple):
-    """What is turned on, and by which flags; the last of two equal flags counts."""
+    """A feature, and the flags that turn it on; the last of two equal flags counts."""
 
     name: str
     flags: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ def features(keys: Path, collector: str) -> list[Feature]:
 
 
 async def costs(feature: Feature, lines: Sequence[Line]) -> list[float]:
-    """Of one request of each line; what the proxy does in the same time without requests is left out.
+    """Instructions of one request of each line; what the proxy does in the same time without requests is left out.
 
     Raises:
         BenchError: the proxy was not ready, or an answer was wrong.
@@ -67,7 +67,7 @@ def _with_flags(command: Callable[[Ports], list[str]], flags: tuple[str, ...]) -
 
 @contextmanager
 def _surroundings() -> Iterator[list[Feature]]:
-    """What the features need outside of the proxy."""
+    """The features, while the file of keys and the collector that they need are there."""
     with TemporaryDirectory(dir=RUNS) as folder, otlp_collector() as collector:
         keys = Path(folder) / "keys"
         keys.write_text(f"{KEY} bench {LIMITS}\n", encoding="utf-8")

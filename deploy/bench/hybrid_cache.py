@@ -26,7 +26,7 @@ from pdproxy.planning.prefix import Hit
 
 
 class Kind(enum.StrEnum):
-    """Of a cache group; vLLM's ``kv_cache_spec_kind``."""
+    """The kind of a cache group; vLLM's ``kv_cache_spec_kind``."""
 
     ATTENTION = "full_attention"
     STATE = "mamba"
@@ -34,7 +34,7 @@ class Kind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a node's caches look like.
+    """The shape of a node's caches.
 
     Attributes:
         blocks: in the pool; each block of each group takes one.
@@ -55,7 +55,7 @@ class CacheShape:
 
     @property
     def capacity(self) -> Capacity:
-        """What such a node publishes of its caches."""
+        """The capacity that such a node publishes."""
         sequences = self.blocks // self.state_groups if self.state_groups else None
         return Capacity(self.blocks * self.block_size, sequences, 1, Binding.ATTENTION)
 
@@ -97,7 +97,7 @@ CacheEvent = Stored | Removed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pulled:
-    """What a ticket cost a decode node: tokens whose attention was read, and prompt tokens that it computed itself."""
+    """A ticket's cost to a decode node: tokens whose attention was read, and prompt tokens that it computed itself."""
 
     moved: int
     computed: int
@@ -123,7 +123,7 @@ class HybridCache:
         return events
 
     def hit(self, prompt: HashedPrompt) -> Hit:
-        """What is cached of a prompt, at most all but its last token."""
+        """The cached tokens of a prompt, at most all but its last one."""
         attention = self._attention(prompt)
         if not self.shape.state_groups:
             return Hit(attention, attention)

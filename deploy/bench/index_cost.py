@@ -1,4 +1,4 @@
-"""What the prefix index costs at a million blocks on 100 places: ``python -m deploy.bench.index_cost``.
+"""The cost of the prefix index at a million blocks on 100 places: ``python -m deploy.bench.index_cost``.
 
 CPU time, the best of several runs. Blocks have 64 tokens, and hashes are as fine, but where a unit is named. The places
 are nodes of a hybrid model: one attention group, three state groups with one state for 25 blocks.
@@ -157,7 +157,7 @@ def report_texts(rng: random.Random) -> None:
 
 
 def report_memory_of_texts(rng: random.Random) -> None:
-    """Of prompts with nothing in common, 10,000 tokens each, until the oldest are forgotten."""
+    """Print the memory of texts that share nothing, 10,000 tokens each, until the oldest are forgotten."""
     gc.collect()
     tracemalloc.start()
     uniform, renderings = scheme(256, 16), Renderings()

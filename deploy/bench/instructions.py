@@ -28,7 +28,7 @@ _TOTAL = re.compile(r"I\s+refs:\s+([\d,]+)")
 
 
 def instructions(peer: Peer, line: Line) -> float:
-    """Of one request of a line, by a proxy of ours.
+    """Instructions of one request of a line, by a proxy of ours.
 
     Raises:
         BenchError: the proxy was not ready, or an answer was wrong.
@@ -37,7 +37,7 @@ def instructions(peer: Peer, line: Line) -> float:
 
 
 def _counted(peer: Peer, line: Line, requests: int) -> int:
-    """Of a whole process: its start, one request that shows that it is ready, these, and its end."""
+    """Instructions of a whole process: its start, one request that shows that it is ready, these, and its end."""
     effort = Effort(1, requests, STREAMS, 20.0)
     with TemporaryDirectory(dir=RUNS) as folder, Supervisor(Path(folder)) as supervisor:
         counted = Path(folder) / "counted"

@@ -1,4 +1,4 @@
-"""What a simulated node publishes, in the wire form of vLLM 0.32: block hashes by sha256_cbor, events over ZMQ.
+"""Events of a simulated node, in the wire form of vLLM 0.32: block hashes by sha256_cbor, events over ZMQ.
 
 A batch is sent as three frames (topic, sequence number, msgpack of ``[seconds, events, rank]``); a second socket sends
 past batches again to whoever names the first number it wants.
@@ -78,7 +78,7 @@ class Publisher:
         self._replaying = asyncio.get_running_loop().create_task(self._serve_replays())
 
     def source(self) -> dict[str, Any]:
-        """What ``GET /kv_event_sources`` says of it."""
+        """The answer of ``GET /kv_event_sources``."""
         endpoint, replay = (f"{HOST}:{port}" for port in self._ports)
         return {
             "enable_kv_cache_events": True,

@@ -29,7 +29,7 @@ class WrongAnswerError(Exception):
 
 @dataclasses.dataclass(slots=True)
 class Timed:
-    """What came of one way, in milliseconds.
+    """The times of one way, in milliseconds.
 
     Attributes:
         first: times to the first token.
@@ -122,7 +122,7 @@ def _tokens(read: bytes) -> int:
 
 
 async def measure(line: Line, requests: int, prefill: int, decode: int, proxies: Sequence[int]) -> list[Timed]:
-    """Of the direct way, and of each proxy."""
+    """The times of the direct way, and of each proxy."""
     loop = asyncio.get_running_loop()
     opened = [(await loop.create_connection(Caller, "127.0.0.1", port))[1] for port in (prefill, decode, *proxies)]
     try:

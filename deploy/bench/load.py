@@ -21,7 +21,7 @@ KEPT_FLAWS = 3
 
 @dataclasses.dataclass(slots=True)
 class Loaded:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
         complete: requests whose answers were right.
@@ -48,7 +48,7 @@ class Loaded:
 
 @dataclasses.dataclass(slots=True)
 class Plan:
-    """What is still to be asked by all connections together."""
+    """The requests that all connections together have still to send."""
 
     line: Line
     wanted: str

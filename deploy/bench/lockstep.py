@@ -65,7 +65,7 @@ class LockstepClient(Client):
 
 
 class Counted(NamedTuple):
-    """Of a whole process: its instructions, the pieces in which answers came, and the seconds that these took."""
+    """Counts of a whole process: instructions, the pieces in which answers came, and the seconds that these took."""
 
     instructions: int
     pieces: int = 0

@@ -40,12 +40,12 @@ pdproxy_connector_capacity_tokens 1000000000.0
 pdproxy_connector_capacity_sequences{limit="max_model_len"} 1000000.0
 pdproxy_connector_capacity_binding{group="attention"} 1.0
 """
-"""Of a node that admits whatever comes. Without a capacity a proxy waits some seconds for it before it takes a node."""
+"""The capacity of a node that admits whatever comes. Without one a proxy waits some seconds before it takes a node."""
 INFO = b'pdproxy_connector_info{resume="true"} 1.0\n' + ROOM_FOR_ALL
 BACKLOG = 1024
 """Connections that may wait to be accepted: all of a round's, on a machine that is busy elsewhere."""
 HELD_TOKENS = 1000
-"""Of a stream that says no more after its first token."""
+"""Tokens of a stream that says no more after its first one."""
 Writes = tuple[bytes, ...]
 
 

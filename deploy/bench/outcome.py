@@ -1,4 +1,4 @@
-"""What came of a trace under one policy or proxy: pure."""
+"""The outcome of a trace under one policy or proxy: pure."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from pdproxy.nodes.node import Role
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """Of a whole run.
+    """The outcome of a whole run.
 
     Attributes:
         name: of the policy or the proxy.
@@ -43,17 +43,17 @@ class Outcome:
 
     @property
     def share(self) -> float:
-        """Of all prompt tokens, how many were computed."""
+        """The share of all prompt tokens that were computed."""
         return self.computed.total() / self.tokens
 
     @property
     def local(self) -> float:
-        """Of all prompt tokens, how many a decode node computed."""
+        """The share of all prompt tokens that a decode node computed."""
         return sum(self._of(Role.DECODE)) / self.tokens
 
     @property
     def spread(self) -> float:
-        """What the busiest prefill node computed, times the mean of all of them; NaN where they computed nothing."""
+        """The busiest prefill node's tokens, in multiples of the mean; NaN where none were computed."""
         loads = self._of(Role.PREFILL)
         return max(loads) / statistics.fmean(loads) if any(loads) else math.nan
 
@@ -63,13 +63,13 @@ class Outcome:
         return statistics.fmean(self.first_tokens)
 
     def percentile(self, share: float) -> float:
-        """Of the seconds until the first token: the least that so many requests did not exceed."""
+        """The least of the seconds until the first token that so many requests did not exceed."""
         ordered = sorted(self.first_tokens)
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
     @property
     def kept_promise(self) -> float:
-        """Of the tokens that plans took to be cached, how many were; NaN where no plan said."""
+        """The share of the tokens that plans took to be cached and that were; NaN where no plan said."""
         return self.resumed / self.planned if self.planned else math.nan
 
     def _of(self, role: Role) -> list[int]:

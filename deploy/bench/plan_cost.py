@@ -1,4 +1,4 @@
-"""What one plan costs in a pool of many nodes: ``python -m deploy.bench.plan_cost``.
+"""The cost of one plan in a pool of many nodes: ``python -m deploy.bench.plan_cost``.
 
 Each round does what one request does: a snapshot, a plan, a leg on each of the two nodes, and the end of the oldest
 request's legs. With `cache` every prompt is cached on four places of each role, its legs carry their
@@ -27,7 +27,7 @@ IN_FLIGHT = 4
 """Requests that run at once, for each pair of nodes."""
 ROUNDS, RUNS = 500, 5
 TOKENS, CACHED_ON = 4000, 4
-"""Of a prompt, and the places of each role that have it cached."""
+"""Tokens of a prompt, and the places of each role that have it cached."""
 
 
 def pool_of(nodes: int, slow_start: float = 0.0) -> Pool:

@@ -48,7 +48,7 @@ def write_report(rows: Sequence[Row], bounds: Bounds, docs: Path | None) -> str:
 
 
 TABLES_BEGIN = "## In one process, on a clock that is set"
-"""Of `docs/planning.md`: from this line to its end stand the report's tables."""
+"""The mark in `docs/planning.md`: from this line to its end stand the report's tables."""
 
 
 def write_tables(page: Path, report: str) -> None:

@@ -13,7 +13,7 @@ RESAMPLED = 1000
 
 
 class Figure(NamedTuple):
-    """What one round found.
+    """The figures of one round.
 
     Attributes:
         cost: CPU milliseconds per request.
@@ -29,7 +29,7 @@ class Figure(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of the rounds of one peer on one line. ``instructions``: the least."""
+    """The figures of one peer on one line, over all rounds. ``instructions``: the least."""
 
     least: float
     median: float
@@ -74,7 +74,7 @@ def table(figures: Sequence[Figure], peers: Sequence[str], base: str) -> str:
 
 
 class Added(NamedTuple):
-    """What a way adds to the direct one, in milliseconds: the difference of the medians, and its 95 % interval."""
+    """The milliseconds that a way adds to the direct one: the difference of the medians, and its 95 % interval."""
 
     median: float
     low: float

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 from tests.connector.harness import Node, make_node
 
 NO_INTERVAL = 0
-"""Of `--prefix-cache-retention-interval`: vLLM's default."""
+"""The value of `--prefix-cache-retention-interval` by default in vLLM."""
 ANSWER = 4
 
 

@@ -101,7 +101,7 @@ def _round(peer: Running, line: Line, effort: Effort, counts: bool) -> Figure:
 
 
 def one_at_a_time(running: Sequence[Running], line: Line, requests: int) -> dict[str, Timed]:
-    """Of the two legs called directly (``direct``), and of each peer, by its name.
+    """The results of the two legs called directly (``direct``), and of each peer, by its name.
 
     Raises:
         BenchError: an answer was wrong.
@@ -126,7 +126,7 @@ def _load(port: int, line: Line, requests: int, streams: int) -> Loaded:
 
 
 def _printed_by(module: str, *words: str) -> Any:
-    """What a load generator prints as JSON."""
+    """The output of a load generator, as JSON."""
     done = subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BenchError(f"the load generator failed:\n{done.stderr[-2000:]}")

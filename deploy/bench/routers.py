@@ -66,7 +66,7 @@ def _vllm_router(front: Front, policy: str) -> list[str]:
 
 
 def _event_sources(front: Front) -> list[str]:
-    """Of the prefill nodes. In this mode vllm-router takes their blocks to be of 16 tokens."""
+    """Flags that name where prefill nodes publish. In this mode vllm-router takes their blocks to be of 16 tokens."""
     words = list[str]()
     for url in front.nodes[Role.PREFILL]:
         with urllib.request.urlopen(f"{url}/kv_event_sources", timeout=10) as answer:

@@ -1,4 +1,4 @@
-"""What is asked in the bench, and what must come back."""
+"""The questions of the bench, and what must come back."""
 
 import enum
 import json
@@ -30,7 +30,7 @@ class Line(enum.StrEnum):
 
 
 def body(line: Line) -> dict[str, Any]:
-    """What a client sends."""
+    """The request that a client sends."""
     chat = {"messages": [{"role": "user", "content": PROMPT}]}
     asked: dict[str, Any] = chat if line is Line.CHAT else {"prompt": PROMPT}
     return {"model": MODEL, **asked, "max_tokens": TOKENS, "temperature": 0, "stream": line.streamed}
@@ -61,7 +61,7 @@ def expected(line: Line) -> str:
 
 
 def flaw(line: Line, wanted: str, status: int, answer: bytes) -> str | None:
-    """What is wrong with an answer; None if nothing is.
+    """The fault of an answer; None if there is none.
 
     Args:
         wanted: see `expected`.
@@ -90,7 +90,7 @@ def _texts(payload: dict[str, Any]) -> list[str]:
 
 
 def _text(choice: dict[str, Any]) -> list[str]:
-    """Of one choice; nothing for the event that only names the role."""
+    """The text of one choice, in a list; an empty one for the event that only names the role."""
     if "delta" in choice:
         return [] if "role" in choice["delta"] else [choice["delta"]["content"]]
     return [choice["text"]]

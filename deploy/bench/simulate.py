@@ -60,7 +60,7 @@ class Fleet:
     step: float = 0.02
 
     def roles(self) -> Mapping[str, Role]:
-        """Of all nodes, by name."""
+        """The roles of all nodes, by name."""
         counts = ((Role.PREFILL, self.prefills), (Role.DECODE, self.decodes))
         return {f"{role}-{index}": role for role, count in counts for index in range(count)}
 
@@ -150,7 +150,7 @@ class Simulation:
         return self._outcome
 
     def hits(self, prompt: HashedPrompt) -> PromptHits:
-        """What is known of every place's caches for a prompt, with what was just sent there."""
+        """The cached part of a prompt at every place, as far as it is known, with what was just sent there."""
         found = self.index.look_up(prompt.hashes, prompt.tokens, self.clock.now())
         return PromptHits(prompt.tokens, HitSource.EVENTS, found)
 
@@ -222,7 +222,7 @@ class Simulation:
 
 
 def _published(shape: CacheShape) -> dict[str, Any]:
-    """What a preflight would find out about such a node."""
+    """The facts that a preflight would find out about such a node."""
     return {"capacity": shape.capacity, "block_size": shape.block_size, "prefix_match_unit": shape.unit}
 
 

@@ -26,7 +26,7 @@ BURST = 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
-    """What is simulated: the nodes, where they listen (prefill nodes first), and how many times faster than life."""
+    """The simulation: the nodes, where they listen (prefill nodes first), and how many times faster than life."""
 
     fleet: Fleet
     ports: tuple[int, ...]
@@ -44,7 +44,7 @@ class Site:
         return cls(Fleet(shape=shape, **read["fleet"]), tuple(read["ports"]), read["faster"])
 
     def urls(self) -> Mapping[str, str]:
-        """Of the nodes, by name."""
+        """The nodes' addresses, by name."""
         names = self.fleet.roles()
         return {name: f"http://127.0.0.1:{port}" for name, port in zip(names, self.ports, strict=True)}
 
@@ -196,7 +196,7 @@ class SimulatedServer:
         self.count.late += (time.monotonic() - due) * self._faster
 
     def metrics(self) -> str:
-        """What proxies read of vLLM's metrics, and of this project's connector's."""
+        """The metrics that proxies read, of vLLM and of this project's connector."""
         label = f'{{model_name="{MODEL}",engine="0"}}'
         shape = self._fleet.shape
         hashing = f'algorithm="sha256_cbor",unit="{shape.step}",block_size="{shape.block_size}",drops_unit="false"'
@@ -217,7 +217,7 @@ class SimulatedServer:
 
 
 def _capacity(shape: CacheShape) -> Iterator[str]:
-    """Of the connector's metrics: room for all that comes, for these nodes let no request wait for it; and the unit at
+    """The connector's metrics: room for all that comes, for these nodes let no request wait for it; and the unit at
     which hand-overs end."""
     yield from ROOM_FOR_ALL.decode().splitlines()
     if shape.state_groups:

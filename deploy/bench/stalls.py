@@ -34,7 +34,7 @@ TOKENS, PACE = 100, 0.02
 PROMPT = 0.25
 """Seconds that a prefill leg takes."""
 SETTINGS: dict[str, Any] = {"health": {"interval": 0.5, "slow_start": 0.0, "first_hand_over": "warm_up"}}
-"""What makes a node come back soon; how it is given up is left as it is."""
+"""Settings by which a node comes back soon; how it is given up is left as it is."""
 TICK, QUIET = 0.05, 0.1
 SETTLED = {signal.SIGKILL: 1.0, signal.SIGSTOP: 3.5}
 """Seconds after the signal until the node comes back: by then its streams must have moved, or it shows in the gaps."""
@@ -86,7 +86,7 @@ class Gap:
 
 @dataclasses.dataclass(slots=True)
 class Streams:
-    """What all clients saw: how their answers ended, and where they waited for longer than ten tokens take."""
+    """The clients' view: how their answers ended, and where they waited for longer than ten tokens take."""
 
     ended: Counter[str] = dataclasses.field(default_factory=Counter)
     gaps: list[Gap] = dataclasses.field(default_factory=list)
@@ -147,7 +147,7 @@ class Stall:
 
 @dataclasses.dataclass(slots=True)
 class Measured:
-    """Of one kind of signal.
+    """The waits after one kind of signal.
 
     Attributes:
         stalls: one for each time that a stream had to move.

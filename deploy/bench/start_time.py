@@ -18,7 +18,7 @@ WORDS = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9", "-
 
 
 def start_seconds(python: Path) -> float:
-    """Of one start. Bytecode is kept, as in an image, whatever this process is told."""
+    """Seconds of one start. Bytecode is kept, as in an image, whatever this process is told."""
     command = [str(python), "-m", "pdproxy", "serve", *WORDS]
     told = {**inherited(), "PYTHONDONTWRITEBYTECODE": ""}
     with subprocess.Popen(command, cwd=ROOT, env=told, stderr=subprocess.PIPE, text=True) as process:

@@ -24,7 +24,7 @@ PROMPTS = (MB // 8, MB // 2, 2 * MB, 8 * MB)
 STREAMS = (1, 8, 64, 256, 512)
 REQUESTS = 1024
 NODES = (1, 50, 500)
-"""Of each role."""
+"""Nodes of each role."""
 AT_ONCE = 64
 """Streams that are being opened."""
 ROOMY = ("--limits-concurrency", "20000")
@@ -58,7 +58,7 @@ class Table(NamedTuple):
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process's threads, to a millionth."""
+    """CPU seconds of a process's threads, to a millionth."""
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(each.read_text(encoding="ascii").split()[0]) for each in tasks) / 1e9
 

@@ -47,7 +47,7 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """Of the prompt."""
+        """Tokens of the prompt."""
         return length(self.prompt)
 
 
@@ -60,7 +60,7 @@ class Trace:
 
     @property
     def tokens(self) -> int:
-        """Of all prompts."""
+        """Tokens of all prompts."""
         return sum(request.tokens for request in self.requests)
 
     def followers(self) -> dict[int, list[int]]:

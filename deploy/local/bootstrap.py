@@ -24,7 +24,7 @@ LOCKS = ("proxy", "cpu", "dev", "torch")
 TORCH_LOCK = "torch"
 FASTEST = "--fastest"
 CLEARLY_FASTER = 0.85
-"""Of the time that a loop takes the Python that was asked for: below, another one is taken."""
+"""A share of the time that a loop takes the Python that was asked for: below it, another one is taken."""
 ROUNDS = 3
 """The Pythons are timed in turns: a machine that others use is for seconds twice as slow."""
 TIME_A_LOOP = """
@@ -182,7 +182,7 @@ def make_empty(plan: Plan) -> None:
 
 
 def steps(plan: Plan) -> list[tuple[str, Callable[[], None]]]:
-    """What to do, in order, each with the words that announce it."""
+    """The steps in order, each with the words that announce it."""
     return [
         ("an empty environment", lambda: make_empty(plan)),
         ("torch, CPU build", lambda: run_first_that_works(torch_commands(plan))),

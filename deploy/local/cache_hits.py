@@ -1,4 +1,4 @@
-"""What a node says of itself in `/metrics`: where prompt tokens and cache blocks came from."""
+"""A node's counters in `/metrics`: where prompt tokens and cache blocks came from."""
 
 import time
 from collections import Counter as Tally

@@ -22,7 +22,7 @@ class AnswerError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back. Times are seconds since the request was sent; headers are in lower case."""
+    """An answer. Times are seconds since the request was sent; headers are in lower case."""
 
     text: str
     first_token: float
@@ -30,7 +30,7 @@ class Answer:
     headers: dict[str, str]
 
     def told(self) -> list[str]:
-        """What the proxy said about the way of the request, one line each."""
+        """The way of the request as the proxy tells it, one line each."""
         return [
             f"{name}: {value}"
             for name, value in sorted(self.headers.items())

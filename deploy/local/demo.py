@@ -28,7 +28,7 @@ LOOK_EVERY_S = 0.5
 
 
 class Afterwards(Enum):
-    """What to do once the answers were shown."""
+    """The demo's end, once the answers were shown."""
 
     END = "end"
     STAY = "stay"
@@ -58,7 +58,7 @@ def show_turn(client: httpx.Client, stack: Stack, story: Quiz, turn: int) -> Non
 
 
 def read_all(client: httpx.Client, stack: Stack) -> Counts:
-    """What the nodes that decode say together. Raises httpx.HTTPError."""
+    """The counters of all nodes that decode together. Raises httpx.HTTPError."""
     return sum((read(client, node.url) for node in stack.decode), Counts())
 
 

@@ -37,7 +37,7 @@ def installed() -> Installed:
 
 
 def needs(found: Distribution, extras: Iterable[str]) -> set[tuple[str, frozenset[str]]]:
-    """What one distribution asks for here, each with the extras it asks for."""
+    """The requirements of one distribution here, each with the extras it asks for."""
     wanted = [Requirement(line) for line in found.requires or []]
     return {
         (canonicalize_name(one.name), frozenset(one.extras))

@@ -34,7 +34,7 @@ KV_EVENTS = {"enable_kv_cache_events": True, "endpoint": "tcp://*:0", "replay_en
 """A node tells what it caches, on ports that the system chooses, at `VLLM_HOST_IP` alone (vLLM binds an endpoint with a
 port of its own at all addresses). `GET /kv_event_sources` says which ports."""
 HASH_ALGORITHM = "sha256_cbor"
-"""Of the prefix cache: the one that vLLM documents as reproducible outside of it."""
+"""The prefix cache's hash: the one that vLLM documents as reproducible outside of it."""
 
 PLUGINS = "pdproxy_connector,pdproxy_endpoints"
 """vLLM loads the second, which adds a route, only where it is named; naming one filters all."""
@@ -44,7 +44,7 @@ ENOUGH_BLOCKS = 2048
 
 
 class Role(Enum):
-    """What a node does. A `PLAIN` node has no connector."""
+    """A node's role. A `PLAIN` node has no connector."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -62,7 +62,7 @@ class Proxy:
 
 @dataclass(frozen=True)
 class Stack:
-    """What is up. Nodes of both roles are decode nodes here."""
+    """The nodes and the proxy that are up. Nodes of both roles are decode nodes here."""
 
     prefill: tuple[Node, ...]
     decode: tuple[Node, ...]

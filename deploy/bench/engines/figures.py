@@ -38,7 +38,7 @@ class Metric(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What one run of the load generator came to."""
+    """The figures of one run of the load generator."""
 
     load: str
     target: str
@@ -61,7 +61,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Of one value for each round. Raises ValueError where there are none."""
+    """The summary of one value for each round. Raises ValueError where there are none."""
     if len(values) < 2:
         return Estimate(statistics.fmean(values) if values else percentile(values, 0), math.nan)
     student = STUDENT[min(len(values) - 2, len(STUDENT) - 1)]

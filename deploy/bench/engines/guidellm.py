@@ -30,7 +30,7 @@ class LostReportError(BenchError):
 
 
 class Answer(NamedTuple):
-    """What guidellm measured of one request.
+    """The measurements of guidellm for one request.
 
     Attributes:
         right: whether the text is what the model should say.
@@ -107,7 +107,7 @@ def _run(command: Sequence[str], load: Load, folder: Path) -> None:
 
 
 def answers(report: Mapping[str, Any], asked: Sequence[Question]) -> list[Answer]:
-    """What a report says of the requests, in the order in which they were sent.
+    """The requests of a report, in the order in which they were sent.
 
     Raises:
         LostReportError: a request is not in the report.

@@ -1,4 +1,4 @@
-"""What a proxy adds to the first token, one request at a time: beside the two legs, sent by hand.
+"""The time that a proxy adds to the first token, one request at a time: beside the two legs, sent by hand.
 
 No load generator sends a request in two legs, so the client is our own. It is the same for all three ways, which take
 turns with every single request: what else the machine does, and what the client itself costs, is in none of the
@@ -23,7 +23,7 @@ FIRST = 5
 """Turns that are in no figure."""
 DATA = b"data: "
 TO_HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
-"""What has a prefill node answer with a ticket."""
+"""The transfer parameters that ask a prefill node for a ticket."""
 
 Way = Callable[[str], "First"]
 

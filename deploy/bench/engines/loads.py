@@ -1,4 +1,4 @@
-"""What the engines are asked. Pure.
+"""The loads that engines are asked. Pure.
 
 guidellm makes random prompts by itself. The tiny model answers those with no text, and guidellm takes the first text
 for the first token; so it gets a file of prompts that the model answers: lists, of which it recites a part
@@ -24,7 +24,7 @@ class Shape(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What one run of the load generator sends.
+    """The load that one run of the load generator sends.
 
     Attributes:
         profile: guidellm's: when requests go out.

@@ -22,7 +22,7 @@ from deploy.bench.engines.targets import AGGREGATED, BEHIND_PROXIES, PDPROXY, RO
 from deploy.bench.svg import Bar, bars
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-"""Of the page's section: what is between them is written by a run."""
+"""Marks in the page: a run writes what is between them."""
 PLOTS: Mapping[str, str] = {
     "first token": "Milliseconds to the first token (line: 95 %)",
     "between tokens": "Milliseconds between tokens, the mean of each answer (line: 95 %)",
@@ -94,7 +94,7 @@ def _ratio(results: Results, case: Case, pair: tuple[str, str], metric: Metric) 
 
 
 def _service(results: Results) -> str:
-    """That what was measured is what should be: the model's answers, and hand-overs."""
+    """A sentence that shows that the right thing was measured: the share of right answers, and hand-overs."""
     right = ", ".join(f"{target} {right_share(results.answers(target)):.1%}" for target in TARGETS)
     handed = list[str]()
     for target in BEHIND_PROXIES:

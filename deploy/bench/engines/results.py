@@ -23,7 +23,7 @@ serve the model."""
 
 @dataclass
 class Results:
-    """What was found. `firsts`: milliseconds to the first token by way (`legs.compare`), all rounds'."""
+    """The results. `firsts`: milliseconds to the first token by way (`legs.compare`), all rounds'."""
 
     machine: Mapping[str, str]
     rounds: list[Round] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Results:
         return list(dict.fromkeys(each.target for each in self.rounds if each.number == 0))
 
     def answers(self, target: str) -> list[Answer]:
-        """Of all loads and rounds."""
+        """The answers of one target, over all loads and rounds."""
         return [answer for each in self.rounds if each.target == target for answer in each.answers]
 
     def save(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> "Results":
-        """What was saved. Raises OSError where there is nothing."""
+        """The saved results. Raises OSError where there are none."""
         whole = json.loads(path.read_text(encoding="utf-8"))
         shapes = {shape.name: shape for load in LOADS.values() for shape in load.shapes}
         rounds = [

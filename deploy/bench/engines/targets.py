@@ -1,4 +1,4 @@
-"""What is asked: one engine that does both, and a prefill and a decode node behind two proxies; all on this machine."""
+"""The engines that are asked: one that does both, and a prefill and a decode node behind two proxies, here."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -58,7 +58,7 @@ class Quiz:
 
     @property
     def answer(self) -> str:
-        """What the model says to the open question, exactly as its tokens decode."""
+        """The model's answer to the open question, exactly as its tokens decode."""
         return self.answer_to(self.asked[-1])
 
     @property
