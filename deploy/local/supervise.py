@@ -3,7 +3,7 @@
 Each part runs under a watchdog (see watchdog.py), in a process group of its own, so that the terminal's Ctrl-C
 reaches this process alone and the parts end in order. Not in a session of its own: Linux schedules a session as a
 group, and a node that spins while it waits for another was seen to keep the other's session from running for 30 s
-(Linux 6.18, two cores; docs/nodes.md, "Known limits").
+(Linux 6.18, two cores; docs/decisions/cpu-nodes.md).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The model's path as docs/nodes.md describes it: vLLM's handshake compares it as text, and follows no links."""
+"""The model's path, as in docs/compatibility.md: vLLM's handshake compares it as text, and follows no links."""
 
 from pathlib import Path
 
