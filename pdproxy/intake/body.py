@@ -84,8 +84,9 @@ def too_large(limit: int) -> ClientError:
     )
 
 
-TRIM_FROM = 64 * 1024 * 1024
-"""Bytes of bodies that must have been held before free memory is given back to the system."""
+TRIM_FROM = 8 * 1024 * 1024
+"""Bytes of bodies that must have been held before free memory is given back to the system: smaller ones fit into what
+the process has free anyway."""
 TRIM_SECONDS = 1.0
 """From the moment when most of them are not needed any more."""
 
@@ -101,13 +102,15 @@ class BodyBudget:
     """Bounds the bytes of request bodies that are held at once, of all requests together.
 
     Where there were many, and there are few again, memory is given back, in a thread: for some hundred megabytes it
-    takes some 20 milliseconds.
+    takes some 20 milliseconds. All bodies that end within `TRIM_SECONDS` share one call.
     """
 
-    def __init__(self, limit: int, metrics: Metrics) -> None:
+    def __init__(self, limit: int, metrics: Metrics, trim: Callable[[], None] = give_back_memory) -> None:
         self._limit = limit
         self._metrics = metrics
+        self._trim = trim
         self._held = self._most = 0
+        self._trimming: asyncio.TimerHandle | None = None
         metrics.watch_bodies(lambda: self._held)
 
     def reserve(self, key: str, promised: int = 0) -> "Reservation":
@@ -141,8 +144,12 @@ class BodyBudget:
         self._held -= size
         if self._most > TRIM_FROM and self._held < self._most // 4:
             self._most = self._held
-            loop = asyncio.get_running_loop()
-            loop.call_later(TRIM_SECONDS, loop.run_in_executor, None, give_back_memory)
+            if self._trimming is None:
+                self._trimming = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._begin_to_trim)
+
+    def _begin_to_trim(self) -> None:
+        self._trimming = None
+        asyncio.get_running_loop().run_in_executor(None, self._trim)
 
     def _full(self, key: str) -> ClientError:
         text = "The requests that are here take up all the room there is for them: try again later."

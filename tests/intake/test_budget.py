@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
-from pdproxy.intake.body import BodyBudget
+from pdproxy.intake.body import TRIM_FROM, BodyBudget
 from pdproxy.observe.metrics import Metrics
 from pdproxy.settings.model import Limits, Settings
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
@@ -43,6 +43,21 @@ def test_bytes_count_until_their_request_ends() -> None:
             assert setup.held == 10
         assert setup.held == 9
     assert (setup.held, setup.refused) == (0, 0)
+
+
+@pytest.mark.parametrize(("size", "trims"), [(TRIM_FROM + 1, 1), (TRIM_FROM, 0)])
+async def test_free_memory_goes_back_to_the_system_once_after_large_bodies(size: int, trims: int) -> None:
+    """One body of 12 MB that a client sends now and then would else keep as much between small objects for good."""
+    trimmed = list[int]()
+    budget = BodyBudget(4 * TRIM_FROM, Metrics(CollectorRegistry()), lambda: trimmed.append(1))
+    for _ in range(3):
+        with closing(budget.reserve("k")) as share:
+            share.grow_to(size)
+    async with asyncio.timeout(SOON):
+        while len(trimmed) < trims:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert len(trimmed) == trims
 
 
 def test_without_room_a_request_gets_429_and_holds_nothing_more() -> None:
