@@ -109,7 +109,7 @@ record: env ## run the tests behind docs/tested.md on each tested vLLM, and note
 	for v in 0.33.0; do PYTHONPATH=$$($(RUN) -m tests.vllm_compat.overlay $$v) $(RUN) -m pytest -p tests.recorded --record --features -m e2e tests/e2e; done
 	@$(MAKE) --no-print-directory generate
 
-generate: env ## write what is made of something else: the settings' page and schema, the dashboard, the chart's copies
+generate: env ## write what is made of something else: the pages of settings, commands and paths, the dashboard, the chart's copies
 	$(RUN) -m deploy.generate
 
 docs: env ## build the documentation as a site, without a warning, into .run/site

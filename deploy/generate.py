@@ -1,8 +1,8 @@
 """Write what is made of something else (`make generate`), with the chart's copies: Helm reads its own folder alone.
 
-Of the settings' models a page and a JSON schema, of the list of models what starts on which GPU, of the tests that
-passed the tables of what was run, of `deploy.dashboard` the dashboard, of the alert rules those of the chart, which
-speak of its own release alone.
+The settings' models make a page and a JSON schema, the commands and routes a page each, the list of models the page of
+what starts on which GPU, the tests that passed the tables of what was run, `deploy.dashboard` the dashboard, and the
+alert rules those of the chart, which speak of its own release alone.
 """
 
 import json
@@ -15,12 +15,14 @@ from deploy.local.paths import ROOT
 from deploy.memory import known
 from deploy.memory_page import page
 from deploy.promql import with_matchers
+from deploy.reference import cli_page, http_page
 from deploy.tested import pages, read
 from pdproxy.settings.reference import printed, printed_schema, reference, schema
 
-PAGE = ROOT / "docs" / "settings.md"
-MEMORY = ROOT / "docs" / "memory.md"
-SCHEMA = ROOT / "docs" / "settings.schema.json"
+DOCS = ROOT / "docs"
+PAGE = DOCS / "settings.md"
+MEMORY = DOCS / "memory.md"
+SCHEMA = DOCS / "settings.schema.json"
 VALUES = ROOT / "helm" / "pdproxy" / "values.schema.json"
 CHART_FILES = ROOT / "helm" / "pdproxy" / "files"
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
@@ -54,6 +56,8 @@ def generated() -> dict[Path, str]:
     board = dashboard()
     return {
         PAGE: reference(),
+        DOCS / "cli.md": cli_page(),
+        DOCS / "http.md": http_page(),
         MEMORY: page(known()),
         SCHEMA: printed_schema(),
         VALUES: values_schema(VALUES.read_text(encoding="utf-8")),

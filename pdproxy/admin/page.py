@@ -42,7 +42,7 @@ def page_route() -> APIRouter:
 
     @routes.get("/ui")
     async def page() -> Response:
-        """For a browser."""
+        """The live page, for a browser."""
         return Response(text, headers=headers)
 
     return routes
