@@ -27,12 +27,12 @@ from tests.fakes.refused import refuse
 MODEL = "Qwen3.6-35B-A3B"
 ROUTES = (
     # seconds in plan, prefill, hand-over and decode; a phase that has not come is left out
-    ("req-9f31c2", Endpoint.CHAT, "prefill-0", "decode-0", (0.002, 0.84, 0.05, 6.2)),
+    ("req-9f31c22c13f90123456789abcdef7c29", Endpoint.CHAT, "prefill-0", "decode-0", (0.002, 0.84, 0.05, 6.2)),
     ("agent-7-turn-12", Endpoint.RESPONSES, "prefill-1", "decode-2", (0.002, 2.9, 0.21, 3.4)),
-    ("req-40aa17", Endpoint.MESSAGES, "", "decode-1", (0.003, 0.0, 0.31, 3.1)),
-    ("req-b2d904", Endpoint.CHAT, "prefill-0", "decode-2", (0.002, 1.1, 0.07, 0.9)),
+    ("req-40aa1771aa040123456789abcdef7c29", Endpoint.MESSAGES, "", "decode-1", (0.003, 0.0, 0.31, 3.1)),
+    ("req-b2d904409d2b0123456789abcdef7c29", Endpoint.CHAT, "prefill-0", "decode-2", (0.002, 1.1, 0.07, 0.9)),
     ("nightly-eval-0388", Endpoint.COMPLETIONS, "prefill-1", "decode-0", (0.002, 1.6, 0.12)),
-    ("req-77e5d0", Endpoint.CHAT, "prefill-0", "", (0.002, 0.6)),
+    ("req-77e5d00d5e770123456789abcdef7c29", Endpoint.CHAT, "prefill-0", "", (0.002, 0.6)),
 )
 COHORT, UPGRADED = "0.32.0+0.1.0+9c41f07be2d8", "0.33.0+0.1.1+9c41f07be2d8"
 REQUESTS = 64
@@ -121,9 +121,9 @@ class SampleState:
 
     def _failures(self) -> None:
         told = (
-            ("req-1d02b7", Leg.PREFILL, "prefill-1", Fault.HEADERS_TIMEOUT, Step.OTHER_PREFILL, Outcome.OK),
-            ("req-c6e018", Leg.DECODE, "decode-1", Fault.RESET, Step.MIGRATE, Outcome.OK),
-            ("req-58fa33", Leg.DECODE, "decode-1", Fault.REFUSED, Step.SAME_TICKET, Outcome.OK),
+            ("req-1d02b77b20d10123456789abcdef7c29", Leg.PREFILL, "prefill-1", Fault.HEADERS_TIMEOUT, Step.OTHER_PREFILL, Outcome.OK),
+            ("req-c6e018810e6c0123456789abcdef7c29", Leg.DECODE, "decode-1", Fault.RESET, Step.MIGRATE, Outcome.OK),
+            ("req-58fa3333af850123456789abcdef7c29", Leg.DECODE, "decode-1", Fault.REFUSED, Step.SAME_TICKET, Outcome.OK),
         )
         for name, leg, node, fault, step, outcome in told:
             ended = FailureRecord(outcome=outcome)

@@ -158,6 +158,15 @@ async def test_the_page_is_readable_on_a_phone_and_nothing_moves(chromium_url: s
         assert await page.value("document.getAnimations().length") == 0
 
 
+@pytest.mark.parametrize("width", [700, 740, 820])
+async def test_nothing_is_wider_than_a_window(chromium_url: str, width: int) -> None:
+    async with served(SampleState().context()) as address, new_page(chromium_url) as page:
+        await page.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+        await page.show(f"{address}/ui")
+        await page.until("document.getElementById('cause')?.textContent.startsWith('✕')")
+        assert await page.value("document.documentElement.scrollWidth") <= width
+
+
 async def test_the_page_asks_for_the_token(look: Look) -> None:
     page = await look(context_of(FakeCluster(), token="s3cret"))
     assert re.search(r'<form id="ask">', page)

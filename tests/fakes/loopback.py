@@ -1,4 +1,4 @@
-"""A fake node on a real socket of 127.0.0.1, with asyncio streams: for the few checks that need sockets."""
+"""A fake node on a real loopback socket, with asyncio streams: for the few checks that need sockets."""
 
 import asyncio
 import contextlib
@@ -18,6 +18,7 @@ class LoopbackNode:
             then; None: never.
         loses: asked with the path and body of each request: True: it is processed, and instead of an answer the
             connection ends.
+        host: the address that it listens on: for nodes on hosts of their own, another one of 127.0.0.0/8.
     """
 
     def __init__(
@@ -26,11 +27,13 @@ class LoopbackNode:
         pace: float = 0.0,
         idle: Callable[[], float] | None = None,
         loses: Callable[[str, bytes], bool] = lambda *_: False,
+        host: str = "127.0.0.1",
     ) -> None:
         self.node = node
         self._pace = pace
         self._idle = idle
         self._loses = loses
+        self._host = host
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
@@ -40,11 +43,11 @@ class LoopbackNode:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self._host}:{self.port}"
 
     async def start(self) -> None:
         """Listen; on the port it had before, if there was one."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, self._host, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:
