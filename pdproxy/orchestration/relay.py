@@ -147,10 +147,17 @@ class Relay:
         return piece
 
     def _on_node_down(self) -> None:
-        """Active health gave the node up: abort the leg, but only where the stream can go on elsewhere."""
-        if not self._node_down and self._move_now() is not None:
+        """Active health gave the node up: abort the leg, but only where the stream can end without it or go on
+        elsewhere."""
+        if not self._node_down and (self._only_lacks_its_end() or self._move_now() is not None):
             self._node_down = True
             self._upstream.abort_decode_leg()
+
+    def _only_lacks_its_end(self) -> bool:
+        """Whether all was said, so that the stream can be ended here: nobody needs to be asked for usage, or nobody can
+        be."""
+        move = self._continuity.possible_move(self._upstream.node_name)
+        return self._transcript.finished and (move is None or self._continuity.complete)
 
     def _move_now(self) -> Move | None:
         """How the stream would move if it left its node now; None where it cannot, need not, or has nowhere to go."""
@@ -181,7 +188,7 @@ class Relay:
         """The node failed in the middle of its answer."""
         broken = self._upstream.broke_off(fault)
         move = self._continuity.possible_move(self._upstream.node_name)
-        if self._transcript.finished and (move is None or self._continuity.complete):
+        if self._only_lacks_its_end():
             return leg_reader.flush() + self._end()
         if deadline_passed(self._context.clock, self._sub_request.request.deadline):
             return await self._fail(deadline_error())

@@ -93,6 +93,25 @@ async def test_a_stream_of_any_shape_is_resumed_by_its_journal() -> None:
         await cluster.close()
 
 
+async def test_a_stream_that_lacks_only_its_end_is_ended_by_the_proxy() -> None:
+    """All was said before the node froze: nobody waits for it, and nothing is asked of another node."""
+    async with loopback_cluster() as cluster:
+        _freeze(cluster, "d0", 10)
+        other = cluster.nodes[3].node
+        stream = (await cluster.orchestrator.answer(_request(stream=True))).body
+        assert not isinstance(stream, bytes)
+        seen = b""
+        async with asyncio.timeout(PATIENT):
+            async for piece in pieces_of(stream):
+                seen += piece
+                if FINISHED in seen:
+                    asyncio.get_running_loop().call_soon(cluster.pool.give_up, "d0", "silent")
+        answer = read_answer(Endpoint.COMPLETIONS, seen)
+        assert (answer.texts[0], answer.error, answer.ended) == (right(Endpoint.COMPLETIONS), None, True)
+        assert other.legs() == []
+        await cluster.close()
+
+
 async def test_without_an_alternative_the_leg_waits_on() -> None:
     async with loopback_cluster(prefills=1, decodes=1) as cluster:
         slot = cluster.pool.acquire("d0")
