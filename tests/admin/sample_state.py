@@ -121,9 +121,23 @@ class SampleState:
 
     def _failures(self) -> None:
         told = (
-            ("req-1d02b77b20d10123456789abcdef7c29", Leg.PREFILL, "prefill-1", Fault.HEADERS_TIMEOUT, Step.OTHER_PREFILL, Outcome.OK),
+            (
+                "req-1d02b77b20d10123456789abcdef7c29",
+                Leg.PREFILL,
+                "prefill-1",
+                Fault.HEADERS_TIMEOUT,
+                Step.OTHER_PREFILL,
+                Outcome.OK,
+            ),
             ("req-c6e018810e6c0123456789abcdef7c29", Leg.DECODE, "decode-1", Fault.RESET, Step.MIGRATE, Outcome.OK),
-            ("req-58fa3333af850123456789abcdef7c29", Leg.DECODE, "decode-1", Fault.REFUSED, Step.SAME_TICKET, Outcome.OK),
+            (
+                "req-58fa3333af850123456789abcdef7c29",
+                Leg.DECODE,
+                "decode-1",
+                Fault.REFUSED,
+                Step.SAME_TICKET,
+                Outcome.OK,
+            ),
         )
         for name, leg, node, fault, step, outcome in told:
             ended = FailureRecord(outcome=outcome)

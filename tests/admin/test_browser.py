@@ -161,7 +161,9 @@ async def test_the_page_is_readable_on_a_phone_and_nothing_moves(chromium_url: s
 @pytest.mark.parametrize("width", [700, 740, 820])
 async def test_nothing_is_wider_than_a_window(chromium_url: str, width: int) -> None:
     async with served(SampleState().context()) as address, new_page(chromium_url) as page:
-        await page.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+        await page.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False
+        )
         await page.show(f"{address}/ui")
         await page.until("document.getElementById('cause')?.textContent.startsWith('✕')")
         assert await page.value("document.documentElement.scrollWidth") <= width

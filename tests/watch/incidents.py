@@ -1,4 +1,4 @@
-"""Ten incidents: what the page of a real proxy says of each while fake nodes die, freeze, cannot be reached or are full.
+"""Ten incidents: what the page of a real proxy says of each, while fake nodes die, freeze, are out of reach or full.
 
 ``python -m tests.watch.incidents docs`` runs them one after the other, makes a picture of each page, and prints its
 sentences.
@@ -77,7 +77,7 @@ class Fleet:
     async def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Wait until the page is so."""
         async with asyncio.timeout(SOON):
-            while not holds(state := await self.state()):
+            while not holds(state := await self.state()):  # noqa: ASYNC110 - another process has no event of ours
                 await asyncio.sleep(0.05)
         return state
 
@@ -250,8 +250,8 @@ async def _show(folder: Path, names: Sequence[str]) -> None:
             async with happened(INCIDENTS[name], Path(made)) as fleet:
                 print(f"== {name}\n{told(await fleet.state())}", flush=True)
                 page, size = f"{fleet.proxy.operators}/ui", f"--window-size={WIDTH},{HEIGHT}"
-                await chromium(page, size, f"--screenshot={folder.absolute() / f'incident-{name}.png'}")
+                await chromium(page, size, f"--screenshot={folder / f'incident-{name}.png'}")
 
 
 if __name__ == "__main__":
-    asyncio.run(_show(Path(sys.argv[1]), sys.argv[2:]))
+    asyncio.run(_show(Path(sys.argv[1]).absolute(), sys.argv[2:]))
