@@ -14,6 +14,7 @@ from deploy.dashboard import dashboard
 from deploy.local.paths import ROOT
 from deploy.memory import known
 from deploy.memory_page import page
+from deploy.pictures import pictures
 from deploy.promql import with_matchers
 from deploy.reference import cli_page, http_page
 from deploy.tested import pages, read
@@ -65,6 +66,7 @@ def generated() -> dict[Path, str]:
         CHART_FILES / "dashboard.json": board,
         CHART_FILES / "alerts.yaml": rules_of_one_release(ALERTS.read_text(encoding="utf-8")),
         **pages(read()),
+        **{DOCS / name: picture for name, picture in pictures().items()},
     }
 
 
