@@ -262,7 +262,7 @@ class PromptText:
         return parts
 
 
-class SubRequest(msgspec.Struct, frozen=True, weakref=True):
+class SubRequest(msgspec.Struct, frozen=True):
     """One prompt of a client's request.
 
     Attributes:
@@ -270,6 +270,7 @@ class SubRequest(msgspec.Struct, frozen=True, weakref=True):
         name: the request id, with the prompt's number if there are several.
         index: the prompt's number, from 0.
         text: of a prompt that is too long to be read from the body where it is needed.
+        notes: what each prefix source has found out about the prompt, by source; it goes with the request.
     """
 
     request: ClientRequest
@@ -278,6 +279,7 @@ class SubRequest(msgspec.Struct, frozen=True, weakref=True):
     name: str
     index: int = 0
     text: PromptText | None = None
+    notes: dict[object, Any] = {}
 
     @property
     def body(self) -> Json:

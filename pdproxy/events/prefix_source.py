@@ -6,7 +6,6 @@ shorter than a block, where there is one place of each role, or where no place's
 
 import asyncio
 import dataclasses
-import weakref
 from collections.abc import Mapping, Sequence
 
 from pdproxy.background import Background
@@ -43,7 +42,6 @@ class _Prompt:
     """A prompt that was looked up. ``plan``: where it was routed to last."""
 
     found: PromptHashes
-    asked: "weakref.ref[SubRequest]"
     plan: Plan | None = None
 
 
@@ -65,8 +63,6 @@ class EventPrefixSource:
         self._clock = clock
         self._metrics = metrics
         self._background = background
-        self._prompts: dict[int, _Prompt] = {}
-        """By the identity of a sub-request, while that lives."""
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """The cached part of the prompt; None where nothing is known, or it is not worth its cost. Never raises."""
@@ -76,9 +72,7 @@ class EventPrefixSource:
         if sub_request.shape.prompt_tokens > 2 * MOST_TOKENS:
             return None
         found = await self._find(sub_request, candidates)
-        key = id(sub_request)
-        over = weakref.ref(sub_request, lambda _: self._prompts.pop(key, None))
-        self._prompts[key] = _Prompt(found, over)
+        sub_request.notes[self] = _Prompt(found)
         if not found.hashes:
             return None
         return PromptHits(found.tokens, HitSource.EVENTS, self._hits(found, candidates))
@@ -88,7 +82,7 @@ class EventPrefixSource:
         for a while. A decode place that gets a ticket has nothing of it until it has read that: a prompt which it were
         to compute meanwhile, as it could from a prefix that is expected there, would be computed whole.
         """
-        prompt = self._prompts.get(id(sub_request))
+        prompt: _Prompt | None = sub_request.notes.get(self)
         if prompt is None:
             return
         prompt.plan = plan

@@ -1,9 +1,7 @@
 """An estimate of what places have cached, by what this proxy sent where: the source for nodes without KV events."""
 
 import dataclasses
-import weakref
 from collections.abc import Sequence
-from typing import cast
 
 from pdproxy.clock import Clock
 from pdproxy.legs.outline import BYTES_PER_TOKEN
@@ -25,7 +23,7 @@ UNKNOWN_BLOCK = 16
 
 @dataclasses.dataclass(slots=True)
 class _Asked:
-    """The facts that are kept of a sub-request while it lives.
+    """The note of a sub-request.
 
     ``chain``: its marks; ``cut``: of the beginning of a longer prompt. ``expected``: what its computing place was
     expected to resume.
@@ -34,14 +32,6 @@ class _Asked:
     chain: Chain
     cut: bool
     expected: int = 0
-    alive: "_Alive | None" = None
-
-
-class _Alive(weakref.ref[SubRequest]):
-    """Tells when a sub-request is gone; ``key``: of what is kept of it."""
-
-    __slots__ = ("key",)
-    key: int
 
 
 class TextPrefixSource:
@@ -51,7 +41,6 @@ class TextPrefixSource:
         self._pool = pool
         self._clock = clock
         self._index = index or TextIndex()
-        self._asked: dict[int, _Asked] = {}
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """As `PrefixSource`; None for a prompt without text."""
@@ -115,17 +104,11 @@ class TextPrefixSource:
         self._index.sent(chain, Place(node.name, rank or 0), keeps, now)
 
     def _ask(self, sub_request: SubRequest) -> _Asked:
-        key = id(sub_request)
-        asked = self._asked.get(key)
+        asked: _Asked | None = sub_request.notes.get(self)
         if asked is None:
             chain, cut = _chain(sub_request)
-            self._asked[key] = asked = _Asked(self._index.refined(chain), cut)
-            asked.alive = _Alive(sub_request, self._forget)
-            asked.alive.key = key
+            sub_request.notes[self] = asked = _Asked(self._index.refined(chain), cut)
         return asked
-
-    def _forget(self, gone: "weakref.ref[SubRequest]") -> None:
-        self._asked.pop(cast(_Alive, gone).key, None)
 
     def _tokens(self, asked: _Asked, sub_request: SubRequest) -> int:
         return sub_request.shape.prompt_tokens if asked.cut else self._index.tokens(asked.chain)
