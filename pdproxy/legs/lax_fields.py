@@ -112,11 +112,8 @@ def read_fields(endpoint: Endpoint, body: Json) -> dict[str, Any]:
         UnreadableField: for a node to refuse.
         ClientError: 400: a value is longer than `LONGEST`.
     """
-    kinds, found = FIELDS[endpoint], dict[str, Any]()
-    for name, value in body.items():
-        if name in kinds:
-            found[name] = _read(kinds[name], name, value)
-    return found
+    kinds = FIELDS[endpoint]
+    return {name: _read(kinds[name], name, body[name]) for name in filter(kinds.__contains__, body)}
 
 
 def read_field(endpoint: Endpoint, body: Json, name: str) -> Any:

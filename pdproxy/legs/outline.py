@@ -79,9 +79,7 @@ def facts_of(endpoint: Endpoint, body: Json) -> PromptFacts:
 def small_facts(endpoint: Endpoint, body: Json) -> PromptFacts | None:
     """The facts of a prompt that is decoded to be looked at; None for any other."""
     text_bytes, media, most = 0, False, None
-    for name in PROMPT_FIELDS:
-        if name not in body:
-            continue
+    for name in filter(body.__contains__, PROMPT_FIELDS):
         value = value_of(body[name])
         if isinstance(value, Raw):
             return None

@@ -35,7 +35,7 @@ from pdproxy.request import Endpoint, Json, write_json
 FORBIDDEN = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
 """Where keys and values lie, which only a node may set; and vLLM's switch (among a request's extra arguments) that has
 a node publish blocks that it hits as if they were new ones, so that proxies take it to hold more than it does."""
-CARRIERS = ("vllm_xargs", "extra_args", "extra_body", "sampling_params")
+CARRIERS = frozenset({"vllm_xargs", "extra_args", "extra_body", "sampling_params"})
 """Fields whose content reaches the engine's extra arguments (vLLM: ``SamplingParams.extra_args``)."""
 EMBEDS = frozenset({"prompt_embeds"})
 _HIDDEN = tuple(name.encode() for name in FORBIDDEN | EMBEDS)
@@ -129,9 +129,8 @@ def scrub(body: Json) -> dict[str, object]:
     kept = dict(body)
     if not FORBIDDEN.isdisjoint(kept) or "pdproxy_" in " ".join(kept):  # most bodies have no such name
         kept = {key: value for key, value in body.items() if key not in FORBIDDEN and not key.startswith("pdproxy_")}
-    for carrier in CARRIERS:
-        if carrier in kept:
-            kept[carrier] = _scrubbed(carrier, kept[carrier])
+    for carrier in CARRIERS.intersection(kept):
+        kept[carrier] = _scrubbed(carrier, kept[carrier])
     return kept
 
 

@@ -49,7 +49,8 @@ def shape(
     """
     facts = facts_of(endpoint, body) if facts is None else facts
     asked = dict(read_fields(endpoint, body) if fields is None else fields)
-    asked |= {name: value_of(body[name]) for name in _LOOKED_AT if name in body}
+    for name in _LOOKED_AT.intersection(body):
+        asked[name] = value_of(body[name])
     asked["prompt"], asked["tools"] = body.get("prompt"), body.get("tools")  # looked into, not decoded
     most = _max_tokens(asked)
     return Shape(

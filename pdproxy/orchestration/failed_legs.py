@@ -48,17 +48,21 @@ class FailedLegs:
         self._metrics = metrics
         self._source = source
         self.excluded = _NO_NAMES
+        self.on_going_node = False
         self._in_doubt: tuple[_InDoubt, ...] = ()
         self._broken: dict[Leg, int] = {}
         """Nodes that broke off, one after another."""
-        self.restart(Moment.OPENING)
-
-    def restart(self, moment: Moment) -> None:
-        """All retries are left: the prompt starts, or goes on elsewhere. ``moment``: of decode legs that fail now."""
-        self._moment = moment
+        self._moment = Moment.OPENING
+        """Of decode legs that fail now."""
         self._used: dict[Leg, int] = {}
+        """Retries."""
         self._last: tuple[Leg, NodeFault] | None = None
+
+    def restart(self, moment: Moment, left: str) -> None:
+        """The stream goes on elsewhere: all retries are left, and only the node that it has ``left`` is excluded."""
+        self.excluded = frozenset({left})
         self.on_going_node = False
+        self._moment, self._used, self._last = moment, {}, None
 
     # -- what the pool is told
 

@@ -233,16 +233,12 @@ class NodePicker:
         except NO_NODE_ERRORS:
             return None
 
-    def reset(self) -> None:
-        """Before a request starts, or goes on elsewhere: nothing has failed, and all retries are left."""
-        self.local = self._why_local
-        self._failed.restart(Moment.RESUMING if self._resuming else Moment.OPENING)
-
     def leave(self, node: Node, move: Move) -> None:
-        """The stream leaves a node. Others that failed earlier may be tried again."""
-        self._failed.excluded = frozenset({node.name})
+        """The stream leaves a node. Others that failed earlier may be tried again, and all retries are left."""
         self._cohort = node.cohort if self._cohort is None else self._cohort
         self._resuming = move is Move.RESUMED
+        self.local = self._why_local
+        self._failed.restart(Moment.RESUMING if self._resuming else Moment.OPENING, node.name)
 
     def other_than(self, name: str, move: Move) -> bool:
         """Whether another decode node could take a stream over from this one now, by such a move."""

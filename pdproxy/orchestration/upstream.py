@@ -100,7 +100,6 @@ class UpstreamRequest:
             ClientError: every retry failed, or none is left.
             UpstreamErrorResponse: a node's own error goes to the client.
         """
-        self.nodes.reset()
         await self.nodes.look_up_prefix()
         if self.keep is None and self._context.keeping is not None:
             self.keep = self._context.keeping.begin(self.sub_request)
