@@ -59,6 +59,8 @@ class Outage(NamedTuple):
 
 SERVING = frozenset({State.UP, State.PROBING, State.TERMINATING})
 """States in which a node gets requests, or may get some."""
+UNKNOWN_BLOCK = 16
+"""Tokens in a block of a node that does not publish it: vLLM's default for models without states."""
 FEW_TOKENS = 8  # more than any model's multi-token prediction has modules
 
 
@@ -140,6 +142,8 @@ class Node:
         hashing, cache: how its prefix cache names the tokens of a prompt, and is set up; None where not published.
         keeps: its connector keeps conversations.
         seed: a hash of its name, 64 bits: the same in every proxy.
+        keeps_states: its model has states, such as mamba's; taken to be so where the node does not say.
+        match_block: tokens between the points from which it resumes: its match unit, or an attention block.
     """
 
     name: str
@@ -161,9 +165,14 @@ class Node:
     cache: CacheSettings | None = None
     cards: Mapping[str, Json] = dataclasses.field(default_factory=lambda: MappingProxyType({}), hash=False)
     seed: int = dataclasses.field(init=False, repr=False, compare=False)
+    keeps_states: bool = dataclasses.field(init=False, repr=False, compare=False)
+    match_block: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        capacity, block = self.capacity, self.prefix_match_unit or self.block_size or UNKNOWN_BLOCK
         object.__setattr__(self, "seed", hash64(self.name))
+        object.__setattr__(self, "keeps_states", capacity is None or capacity.sequences is not None)
+        object.__setattr__(self, "match_block", block)
 
     @property
     def tail_tokens(self) -> int:

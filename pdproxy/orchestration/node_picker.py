@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pdproxy.failures import Moment
 from pdproxy.legs.calls import PrefillAnswer
 from pdproxy.nodes.load import Work
-from pdproxy.nodes.node import NO_FOOTPRINT, RANK_HEADER, Footprint, Node, Role
+from pdproxy.nodes.node import NO_FOOTPRINT, RANK_HEADER, UNKNOWN_BLOCK, Footprint, Node, Role
 from pdproxy.nodes.pool_entry import LegLoad, Slot
 from pdproxy.observe.labels import Affinity, Leg, Move, Phase
 from pdproxy.orchestration.client_errors import unknown_model_error
@@ -24,8 +24,6 @@ from pdproxy.request import Endpoint, Headers, SubRequest
 from pdproxy.settings.types import OnNoDecode
 from pdproxy.usage import Usage
 
-USUAL_BLOCK = 16
-"""Tokens in a block of a node that does not tell: vLLM's default."""
 _NO_NAMES = frozenset[str]()
 NO_NODE_ERRORS = (NoNode, UnknownModel)
 """There is no other node: none can take it now, or the last that served the model was removed meanwhile."""
@@ -300,7 +298,7 @@ class NodePicker:
             return  # vLLM chose among several
         self._counted = True
         if node in (chosen.prefill, chosen.decode):
-            outcome = predicted(planned, cached, node.block_size or USUAL_BLOCK)
+            outcome = predicted(planned, cached, node.block_size or UNKNOWN_BLOCK)
             role = Role.PREFILL if node is chosen.prefill or Role.DECODE not in node.roles else Role.DECODE
             self._context.metrics.hit(role, planned, cached, outcome)
             self._context.in_flight.planned_hits[role].add(usage.prompt or 0, planned, cached, outcome)

@@ -6,20 +6,16 @@ from collections.abc import Sequence
 from pdproxy.clock import Clock
 from pdproxy.legs.outline import BYTES_PER_TOKEN
 from pdproxy.legs.prompt_text import MOST_BYTES, MOST_IDS, MOST_PARTS, prompt_ids, prompt_parts, prompt_salt
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import UNKNOWN_BLOCK, Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.prefix_source import RealHit
-from pdproxy.planning.cost import covered_tokens, may_keep_states
+from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.renderings import HashesByScheme, KnownPrefix, Rendering
 from pdproxy.planning.text_chain import Chain, chain_of_completion, chain_of_ids, chain_of_text
 from pdproxy.planning.text_index import Keeps, TextIndex
 from pdproxy.request import Endpoint, SubRequest
-
-UNKNOWN_BLOCK = 16
-"""Tokens in a block of a node that does not publish it: vLLM's default for models without states."""
-
 
 @dataclasses.dataclass(slots=True)
 class _Asked:
@@ -59,11 +55,15 @@ class TextPrefixSource:
         """The places of the plan will have the prompt; the one that computes it, its states."""
         asked, now = self._ask(sub_request), self._clock.now()
         asked.expected = (plan.prefill_hit or plan.decode_hit).resume
-        keeps = Keeps.ALL
-        if plan.prefill is not None:
-            self._sent(asked.chain, plan.prefill, plan.prefill_rank, keeps, now)
-            keeps = Keeps.END if plan.decode.prefix_match_unit else Keeps.NONE
-        self._sent(asked.chain, plan.decode, plan.decode_rank, keeps, now)
+        decode, prefill, keeps = plan.decode, plan.prefill, Keeps.ALL
+        places = dict[Place, Keeps]()
+        if prefill is not None:
+            keeps = Keeps.END if decode.prefix_match_unit else Keeps.NONE
+            if prefill.ranks == 1 or plan.prefill_rank is not None:  # else vLLM chooses, and does not say which
+                places[Place(prefill.name, plan.prefill_rank or 0)] = Keeps.ALL
+        if decode.ranks == 1 or plan.decode_rank is not None:
+            places[Place(decode.name, plan.decode_rank or 0)] = keeps
+        self._index.sent(asked.chain, places, now)
 
     def learn(self, sub_request: SubRequest, real: RealHit) -> None:
         """Learn how long the prompt was, and whether the place had the state that it was expected to have."""
@@ -71,7 +71,7 @@ class TextPrefixSource:
         if real.prompt is not None:
             self._index.counted(asked.chain, real.prompt)
         node = self._pool.node(real.place.node)
-        block = UNKNOWN_BLOCK if node is None else _block(node)
+        block = UNKNOWN_BLOCK if node is None else node.match_block
         if real.cached + block < asked.expected:
             self._index.cached_less(asked.chain, real.place)
         elif real.cached > asked.expected + block:
@@ -98,11 +98,6 @@ class TextPrefixSource:
             text = max(whole, chain.ends[-1] + 1) if asked.cut else chain.ends[-1]
             self._index.tokenized(chain, Rendering(tokens, text, hashes))
 
-    def _sent(self, chain: Chain, node: Node, rank: int | None, keeps: Keeps, now: float) -> None:
-        if rank is None and node.ranks > 1:
-            return  # vLLM chooses, and does not say which
-        self._index.sent(chain, Place(node.name, rank or 0), keeps, now)
-
     def _ask(self, sub_request: SubRequest) -> _Asked:
         asked: _Asked | None = sub_request.notes.get(self)
         if asked is None:
@@ -127,17 +122,13 @@ def _chain(sub_request: SubRequest) -> tuple[Chain, bool]:
     return chain_of_text(model, salt, parts), cut
 
 
-def _block(node: Node) -> int:
-    return node.prefix_match_unit or node.block_size or UNKNOWN_BLOCK
-
-
 def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit | None:
     """A hit in whole blocks of its node, which computes the last token in any case; None where none is left.
 
     A node without state groups resumes wherever its attention blocks end; others at a state, which is kept at the last
     boundary before the last token that was computed. Of a prefill leg that is earlier than the prompt's.
     """
-    block, leg, earlier = _block(node), tokens, hit.resume
+    block, leg, earlier = node.match_block, tokens, hit.resume
     if Role.PREFILL in node.roles:
         leg = covered_tokens(node, tokens) if tokens else 0
         earlier = covered_tokens(node, earlier) if earlier else 0
@@ -145,4 +136,4 @@ def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit | None:
     if attention <= 0:
         return None
     resume = min(max(earlier - 1, 0) // block * block, attention)
-    return Hit(attention, resume if may_keep_states(node) else attention)
+    return Hit(attention, resume if node.keeps_states else attention)

@@ -28,7 +28,6 @@ from pdproxy.planning.cost import (
     SharedLocalCost,
     SharedPrefillCost,
     Stalls,
-    may_keep_states,
 )
 from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Plan
@@ -118,7 +117,7 @@ class Comparison:
         self.tokens = needs.tokens if prefix is None else prefix.tokens
         deepest, cached = 0, self._hits[Role.PREFILL]
         for view, _, hit in cached:
-            if hit.attention > deepest and may_keep_states(view.node):
+            if hit.attention > deepest and view.node.keeps_states:
                 deepest = hit.attention
         self._deepest = deepest
         self.prefill: PrefillCost

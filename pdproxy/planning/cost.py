@@ -40,11 +40,6 @@ SEQUENCE_SECONDS = 0.01
 _CROWD = operator.attrgetter("lightest.crowd")
 
 
-def may_keep_states(node: Node) -> bool:
-    """Whether its model has states, such as mamba's; taken to be so where the node does not say."""
-    return node.capacity is None or node.capacity.sequences is not None
-
-
 def covered_tokens(node: Node, tokens: int) -> int:
     """How many of a prompt's tokens a prefill leg computes on a node: as far as a hand-over of it goes.
 
@@ -52,7 +47,7 @@ def covered_tokens(node: Node, tokens: int) -> int:
     MTP (the connector's `resume_boundary`); without a unit all but the last one. Of a model of attention alone it is
     the whole prompt (vLLM 0.32, `_prefill_backoff` of the NIXL connector's scheduler).
     """
-    if not may_keep_states(node):
+    if not node.keeps_states:
         return tokens
     unit = node.prefix_match_unit
     drop = unit if node.hashing is not None and node.hashing.drops_unit else 0

@@ -43,13 +43,12 @@ class Chain(msgspec.Struct, frozen=True):
 
 def chain_of_text(model: str, salt: str, parts: Sequence[bytes]) -> Chain:
     """The marks of a text in parts, each of which a later prompt has whole or not at all."""
-    pieces = [piece for part in parts for piece in _pieces(part)]
-    return msgspec.structs.replace(_chain(model, salt, pieces, CHUNK), tail=None)
+    return _chain(model, salt, [piece for part in parts for piece in _pieces(part)])
 
 
 def chain_of_completion(model: str, salt: str, prompt: bytes) -> Chain:
     """The marks of a text from whose end later ones may go on."""
-    return _chain(model, salt, _pieces(prompt), CHUNK)
+    return _chain(model, salt, _pieces(prompt), goes_on_after=CHUNK)
 
 
 def _pieces(text: bytes) -> list[bytes]:
@@ -59,17 +58,19 @@ def _pieces(text: bytes) -> list[bytes]:
 def chain_of_ids(model: str, salt: str, ids: Sequence[int]) -> Chain:
     """The marks of token ids."""
     pieces = [tuple(ids[begin : begin + IDS]) for begin in range(0, len(ids), IDS)]
-    return msgspec.structs.replace(_chain(model, salt, pieces, IDS), in_tokens=True)
+    return _chain(model, salt, pieces, goes_on_after=IDS, in_tokens=True)
 
 
-def _chain(model: str, salt: str, pieces: Sequence[Piece], size: int) -> Chain:
-    """``size``: of a piece that does not end its part."""
+def _chain(
+    model: str, salt: str, pieces: Sequence[Piece], *, goes_on_after: int = 0, in_tokens: bool = False
+) -> Chain:
+    """``goes_on_after``: the size of a whole piece, where later prompts may go on from within a shorter last one."""
     before, last, end = 0, hash(salt), 0
     hashes, ends = array("q"), array("q")
     for piece in pieces:
         before, last, end = last, hash((last, piece)), end + len(piece)
         hashes.append(last)
         ends.append(end)
-    ends_within = len(pieces) > 1 and len(pieces[-1]) < size
+    ends_within = len(pieces) > 1 and len(pieces[-1]) < goes_on_after
     tail = (before, len(pieces[-1])) if ends_within else None
-    return Chain(model, hashes, ends, tuple(pieces), tail)
+    return Chain(model, hashes, ends, tuple(pieces), tail, in_tokens)

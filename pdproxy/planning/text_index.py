@@ -19,7 +19,7 @@ import dataclasses
 import enum
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -140,16 +140,18 @@ class TextIndex:
                         states[place] = end
         return depths, states
 
-    def sent(self, chain: Chain, place: Place, keeps: Keeps, now: float) -> None:
-        """The prompt goes to a place."""
-        before = self._met(chain, place, now) if keeps is Keeps.ALL else 0
+    def sent(self, chain: Chain, places: Mapping[Place, Keeps], now: float) -> None:
+        """The prompt goes to these places."""
+        whole, met = len(chain.hashes), dict.fromkeys(places, now)
+        parts = {place: self._met(chain, place, now) for place, keeps in places.items() if keeps is Keeps.ALL}
         for mark in self._touched(chain):
-            mark.met[place] = now
-        if 0 < before < len(chain.hashes):
-            self._keep_state(chain, before, place, now)
-        if keeps is not Keeps.NONE:
-            self._keep_state(chain, len(chain.hashes), place, now)
-        self._forget()
+            mark.met |= met
+        for place, keeps in places.items():
+            if 0 < parts.get(place, 0) < whole:
+                self._keep_state(chain, parts[place], place, now)
+            if keeps is not Keeps.NONE:
+                self._keep_state(chain, whole, place, now)
+        self._drop_oldest()
 
     def counted(self, chain: Chain, tokens: int) -> None:
         """A node counted the tokens of the whole prompt."""
@@ -187,7 +189,7 @@ class TextIndex:
             mark.shared = None if at > end else mark.shared
         self._renderings.keep(chain.hashes[-1], rendering)
         self.counted(chain, rendering.tokens)
-        self._forget()
+        self._drop_oldest()
 
     def cached_less(self, chain: Chain, place: Place) -> None:
         """The place had less than its states promised: they are gone, but for the one at the end of this prompt."""
@@ -254,7 +256,7 @@ class TextIndex:
             yield mark
         self._end_within(chain)
 
-    def _forget(self) -> None:
+    def _drop_oldest(self) -> None:
         while len(self._marks) > self._most_marks:
             self._marks.popitem(last=False)
 
@@ -280,7 +282,8 @@ class TextIndex:
     def _keep_state(self, chain: Chain, end: int, place: Place, now: float) -> None:
         mark = self._marks.get(chain.hashes[end - 1]) if end else None
         if mark is not None:
-            mark.states = {**(mark.states or {}), place: now}
+            mark.states = mark.states or {}
+            mark.states[place] = now
 
     def _live(self, met: float, now: float) -> bool:
         return now - met <= self._life
