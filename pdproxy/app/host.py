@@ -167,7 +167,7 @@ class Secrets:
     def _accept(self, keys: ApiKeys) -> None:
         self.keys.replace(keys)
         for name in sorted(keys.names()):
-            self._metrics.keys.known(name)
+            self._metrics.keys.series(name)
 
 
 def _replace(secret: Secret, path: Path | None, setting: WatchedSetting) -> None:

@@ -2,14 +2,13 @@
 
 import enum
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 
-from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
 from pdproxy.observe.event_metrics import EventMetrics
-from pdproxy.observe.families import Counter, Gauge, Histogram
+from pdproxy.observe.families import Counter, Gauge, Histogram, HistogramSeries
 from pdproxy.observe.keep_metrics import KeepMetrics
 from pdproxy.observe.labels import (
     Affinity,
@@ -18,7 +17,6 @@ from pdproxy.observe.labels import (
     Leg,
     Move,
     OperatorRefusal,
-    Outcome,
     Phase,
     Prediction,
     Proof,
@@ -26,20 +24,10 @@ from pdproxy.observe.labels import (
     SilenceOutcome,
     SpanOutcome,
     Task,
-    Tokens,
     WatchedSetting,
 )
-from pdproxy.observe.request_metrics import (
-    IN_USAGE,
-    OTHER,
-    SECONDS,
-    KeyMetrics,
-    ServedModels,
-    ServerMetrics,
-)
+from pdproxy.observe.request_metrics import SECONDS, KeyMetrics, Made, RequestMetrics
 from pdproxy.reasons import RouteReason
-from pdproxy.request import Endpoint
-from pdproxy.usage import Usage
 
 
 class Metrics:
@@ -47,21 +35,20 @@ class Metrics:
 
     Attributes:
         events: those of KV events and token ids.
-        server: latency, in the names of OpenTelemetry's conventions.
-        models: the values of the label ``model``; `model_served` adds to them.
+        phases: seconds spent in each phase of a request.
+        requests: those of requests as their clients see them, latency in the names of OpenTelemetry's conventions.
         keys: those of each API key.
         keeps: those of conversations that nodes keep.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.events, self.server, self.models = EventMetrics(registry), ServerMetrics(registry), ServedModels()
+        self.events, self.requests = EventMetrics(registry), RequestMetrics(registry)
         self.keys, self.keeps = KeyMetrics(registry), KeepMetrics(registry)
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        self._requests = counter("pdproxy_requests_total", "Requests that ended.", ["endpoint", "model", "outcome"])
-        self._phases = Histogram(
+        phases = Histogram(
             "pdproxy_phase_seconds", "Time spent in a phase.", ["phase"], buckets=SECONDS, registry=registry
         )
-        self._observe_phase = cache(lambda phase: self._phases.labels(phase).observe)
+        self.phases: Made[Phase, HistogramSeries] = Made(phases.labels)
         self._faults = counter("pdproxy_leg_faults_total", "Legs that failed.", ["leg", "fault"])
         self._resends = counter(
             "pdproxy_resends_total", "Requests sent again because a node closed their kept-alive connection."
@@ -105,8 +92,6 @@ class Metrics:
         self._operator_refusals = counter(
             "pdproxy_operator_refusals_total", "Requests that the operators' port refused.", ["reason"]
         )
-        self._tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind", "model"])
-        self._tokens_of = cache(lambda model: [self._tokens.labels(kind, model) for kind in IN_USAGE])
         self._prefill_tokens = gauge(
             "pdproxy_prefill_pending_tokens_estimate",
             "Prompt tokens, estimated, that prefill nodes still have to compute.",
@@ -143,7 +128,6 @@ class Metrics:
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
-        self._begin_model_at_zero(OTHER)
         for counter, words in (
             (self._migrations, Attempt), (self._releases, Attempt), (self._tasks, Task),
             (self._proofs, Proof), (self._rejected, Rejection),
@@ -158,22 +142,10 @@ class Metrics:
         self._silences.begin(roles, SilenceOutcome)
         self._predictions.begin(roles, Prediction)
 
-    def _begin_model_at_zero(self, model: str) -> None:
-        self._requests.begin((*Endpoint, OTHER), (model,), Outcome)
-        self._tokens.begin(Tokens, (model,))
-
     def model_served(self, name: str) -> None:
         """A node serves a model, or an adapter, by this name: its series are there from now on."""
-        if self.models.add(name):
-            self._begin_model_at_zero(name)
-
-    def request_ended(self, endpoint: Endpoint | None, model: str, outcome: Outcome) -> None:
-        """Count a request that ended; ``endpoint`` is None for one that was passed through."""
-        self._requests.labels(endpoint or OTHER, self.models.label(model), outcome).inc()
-
-    def phase_took(self, phase: Phase, seconds: float) -> None:
-        """Record the time that a phase took."""
-        self._observe_phase(phase)(seconds)
+        if self.requests.models.add(name):
+            self.requests.begin_model(name)
 
     def leg_failed(self, leg: Leg, fault: Fault) -> None:
         """Count a leg that failed on a node."""
@@ -242,15 +214,6 @@ class Metrics:
     def operator_refused(self, reason: OperatorRefusal) -> None:
         """Count a request that the operators' port refused."""
         self._operator_refusals.labels(reason).inc()
-
-    def add_tokens(self, model: str, key: str, usage: Usage) -> None:
-        """Add the tokens of a leg, as its node reports them, to those of its model and of its API key; counts that are
-        not positive add nothing."""
-        of_model, of_key = self._tokens_of(self.models.label(model)), self.keys.tokens_of(key)
-        for count, model_tokens, key_tokens in zip(astuple(usage), of_model, of_key, strict=True):
-            if count is not None and count > 0:
-                model_tokens.inc(count)
-                key_tokens.inc(count)
 
     def watch_prefill(self, model: str, tokens: Callable[[], float]) -> None:
         """Ask for the tokens that prefill nodes of a model still have to compute whenever metrics are scraped.

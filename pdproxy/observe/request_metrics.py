@@ -6,16 +6,20 @@ are one operation, ``chat``. Keys are told apart by their names, never by the ke
 """
 
 import enum
-from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from pdproxy.observe.families import Counter, CounterSeries, Gauge, Histogram
+from pdproxy.observe.families import Counter, CounterSeries, Gauge, Histogram, HistogramSeries
 from pdproxy.observe.gen_ai import OPERATIONS, VLLM
 from pdproxy.observe.labels import Outcome, Rejection, Tokens
 from pdproxy.request import Endpoint
+from pdproxy.usage import Usage
+
+Word = TypeVar("Word")
+Series = TypeVar("Series")
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.35, 0.5, 0.75,
@@ -32,14 +36,6 @@ OTHER = "other"
 """The model label of names that no node serves: a client must not be able to make label values."""
 MOST_MODELS = 256
 """Names that become label values, of models and adapters together: series are never dropped again."""
-
-
-class RequestLabels(NamedTuple):
-    """Labels that all series of one request have in common; ``model`` as `ServedModels.label` gives it."""
-
-    endpoint: Endpoint
-    model: str
-    stream: bool
 
 
 class ServedModels:
@@ -60,51 +56,16 @@ class ServedModels:
         return name if name in self._names else OTHER
 
 
-class ServerMetrics:
-    """Time to the first token, time per output token, and duration."""
+class Made(dict[Word, Series]):
+    """Series by one label's value, each of which is made when it is first asked for. ``make``: makes one."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        first_token = Histogram(
-            "gen_ai_server_time_to_first_token_seconds",
-            "From a request's arrival to the first event of its stream.",
-            LABELS,
-            buckets=SECONDS,
-            registry=registry,
-        )
-        output_token = Histogram(
-            "gen_ai_server_time_per_output_token_seconds",
-            "Mean time of a stream's output tokens after the first one.",
-            LABELS,
-            buckets=TOKEN_SECONDS,
-            registry=registry,
-        )
-        duration = Histogram(
-            "gen_ai_server_request_duration_seconds",
-            "From a request's arrival to the end of its answer.",
-            (*LABELS, "error_type"),
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self._first_token = cache(lambda of: first_token.labels(*_values(of)))
-        self._output_token = cache(lambda of: output_token.labels(*_values(of)))
-        self._duration = cache(lambda of, error: duration.labels(*_values(of), error))
+    def __init__(self, make: Callable[[Word], Series]) -> None:
+        super().__init__()
+        self._make = make
 
-    def first_token(self, of: RequestLabels, seconds: float) -> None:
-        """The first event of a stream is here, so long after the request came."""
-        self._first_token(of).observe(seconds)
-
-    def output_tokens(self, of: RequestLabels, tokens: float, seconds: float) -> None:
-        """A stream ended well: so many tokens came to each of its choices, the first one so many seconds ago."""
-        if tokens > 1:
-            self._output_token(of).observe(seconds / (tokens - 1))
-
-    def ended(self, of: RequestLabels, outcome: Outcome, seconds: float) -> None:
-        """A request ended."""
-        self._duration(of, "" if outcome is Outcome.OK else outcome.value).observe(seconds)
-
-
-def _values(of: RequestLabels) -> tuple[str, ...]:
-    return OPERATIONS[of.endpoint], VLLM, of.model, "true" if of.stream else "false", of.endpoint
+    def __missing__(self, word: Word) -> Series:
+        made = self[word] = self._make(word)
+        return made
 
 
 IN_USAGE = (Tokens.PROMPT, Tokens.COMPLETION, Tokens.CACHED)
@@ -115,6 +76,118 @@ OTHER_KEYS = "(other)"
 """Their label: no name in a file of keys can be so, for a client cannot choose names, and an operator will not."""
 
 
+class KeySeries:
+    """The series of one API key.
+
+    Attributes:
+        label: the key's name, or `OTHER_KEYS`.
+        ended: its requests that ended, by outcome.
+        tokens: in the order of `IN_USAGE`.
+    """
+
+    def __init__(self, label: str, requests: Counter, tokens: Counter) -> None:
+        self.label = label
+        self.ended: Made[Outcome, CounterSeries] = Made(lambda outcome: requests.labels(label, outcome))
+        self.tokens = [tokens.labels(label, kind) for kind in IN_USAGE]
+
+
+class RequestSeries:
+    """The series of requests that have endpoint, model and kind of answer in common. Each is made when it first counts.
+
+    Attributes:
+        ended: requests that ended, by outcome.
+        seconds: from their arrival to their end, by outcome.
+    """
+
+    def __init__(self, families: "RequestMetrics", endpoint: Endpoint | None, model: str, *, stream: bool) -> None:
+        self._families = families
+        self._model = model
+        operation, kind = "" if endpoint is None else OPERATIONS[endpoint], "true" if stream else "false"
+        self._labels = labels = (operation, VLLM, model, kind, endpoint or OTHER)
+        self.ended: Made[Outcome, CounterSeries] = Made(
+            lambda outcome: families.requests.labels(endpoint or OTHER, model, outcome)
+        )
+        self.seconds: Made[Outcome, HistogramSeries] = Made(
+            lambda outcome: families.seconds.labels(*labels, "" if outcome is Outcome.OK else outcome)
+        )
+
+    @cached_property
+    def first_token(self) -> HistogramSeries:
+        """Seconds to the first event of a stream."""
+        return self._families.first_token.labels(*self._labels)
+
+    @cached_property
+    def output_token(self) -> HistogramSeries:
+        """Seconds between a stream's output tokens, on the mean."""
+        return self._families.output_token.labels(*self._labels)
+
+    @cached_property
+    def _tokens(self) -> list[CounterSeries]:
+        return [self._families.tokens.labels(kind, self._model) for kind in IN_USAGE]
+
+    def add_tokens(self, usage: Usage, key: KeySeries) -> None:
+        """Add the tokens of a leg, as its node reports them, to those of the model and of an API key; counts that are
+        not positive add nothing."""
+        counts = usage.prompt, usage.completion, usage.cached
+        for count, of_model, of_key in zip(counts, self._tokens, key.tokens, strict=True):
+            if count is not None and count > 0:
+                of_model.inc(count)
+                of_key.inc(count)
+
+    def streamed(self, tokens: float, seconds: float) -> None:
+        """A stream ended well: so many tokens came to each of its choices, the first one so many seconds ago."""
+        if tokens > 1:
+            self.output_token.observe(seconds / (tokens - 1))
+
+
+class RequestMetrics:
+    """Requests, their tokens, and their latency, by endpoint and model.
+
+    Attributes:
+        models: the values of the label ``model``.
+        requests, tokens, first_token, output_token, seconds: the families.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self.models = ServedModels()
+        self.requests = counter("pdproxy_requests_total", "Requests that ended.", ["endpoint", "model", "outcome"])
+        self.tokens = counter("pdproxy_tokens_total", "Tokens, as nodes report them.", ["kind", "model"])
+        self.first_token = histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "From a request's arrival to the first event of its stream.",
+            LABELS,
+            buckets=SECONDS,
+        )
+        self.output_token = histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Mean time of a stream's output tokens after the first one.",
+            LABELS,
+            buckets=TOKEN_SECONDS,
+        )
+        self.seconds = histogram(
+            "gen_ai_server_request_duration_seconds",
+            "From a request's arrival to the end of its answer.",
+            (*LABELS, "error_type"),
+            buckets=SECONDS,
+        )
+        self._alike: dict[tuple[Endpoint | None, str, bool], RequestSeries] = {}
+        self.begin_model(OTHER)
+
+    def begin_model(self, label: str) -> None:
+        """The counters of a model are there from now on, at 0."""
+        self.requests.begin((*Endpoint, OTHER), (label,), Outcome)
+        self.tokens.begin(Tokens, (label,))
+
+    def alike(self, endpoint: Endpoint | None, model: str, *, stream: bool) -> RequestSeries:
+        """The series of requests like this one; ``endpoint``: None for one that was passed through."""
+        asked = endpoint, self.models.label(model), stream
+        found = self._alike.get(asked)
+        if found is None:
+            found = self._alike[asked] = RequestSeries(self, endpoint, asked[1], stream=stream)
+        return found
+
+
 class KeyMetrics:
     """Series by the names of API keys."""
 
@@ -122,14 +195,13 @@ class KeyMetrics:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self._requests = counter("pdproxy_key_requests_total", "Requests of a key that ended.", ["key", "outcome"])
         self._tokens = counter("pdproxy_key_tokens_total", "Tokens of a key, as nodes report them.", ["key", "kind"])
-        self._tokens_of = cache(lambda key: [self._tokens.labels(key, kind) for kind in IN_USAGE])
         self._waited = counter("pdproxy_key_queue_seconds_total", "Time that prompts of a key waited.", ["key"])
         self._rejected = counter(
             "pdproxy_key_rejected_total", "Requests of a key that were refused.", ["key", "reason"]
         )
         self._active = gauge("pdproxy_key_requests_active", "Prompts of a key that run now.", ["key"])
         self._queued = gauge("pdproxy_key_requests_queued", "Prompts of a key that wait now.", ["key"])
-        self._labels: dict[str, str] = {}
+        self._series: dict[str, KeySeries] = {}
         self._running: Callable[[str], int] = lambda _: 0
         self._waiting: Callable[[str], int] = lambda _: 0
 
@@ -137,37 +209,28 @@ class KeyMetrics:
         """Ask for the numbers of a key's running and waiting prompts whenever metrics are scraped."""
         self._running, self._waiting = running, waiting
 
-    def known(self, key: str) -> None:
-        """Requests of a key may come: its series are there from now on, at 0."""
-        self._label(key)
-
-    def request_ended(self, key: str, outcome: Outcome) -> None:
-        """Count a request that ended."""
-        self._requests.labels(self._label(key), outcome).inc()
-
-    def tokens_of(self, key: str) -> Sequence[CounterSeries]:
-        """The counters of a key's tokens, by `IN_USAGE`."""
-        return self._tokens_of(self._label(key))
+    def series(self, key: str) -> KeySeries:
+        """The series of a key, of which requests may come: they are there from now on, at 0."""
+        found = self._series.get(key)
+        return self._begin(key) if found is None else found
 
     def waited(self, key: str, seconds: float) -> None:
         """A prompt has left the queue, to run or refused."""
-        self._waited.labels(self._label(key)).inc(max(0.0, seconds))
+        self._waited.labels(self.series(key).label).inc(max(0.0, seconds))
 
     def rejected(self, key: str, reason: enum.StrEnum) -> None:
         """Count a request that was turned away."""
-        self._rejected.labels(self._label(key), reason).inc()
+        self._rejected.labels(self.series(key).label, reason).inc()
 
-    def _label(self, key: str) -> str:
-        label = self._labels.get(key)
-        return self._begin(key) if label is None else label
-
-    def _begin(self, key: str) -> str:
-        if len(self._labels) >= MOST_KEYS:
-            return OTHER_KEYS
-        self._labels[key] = key
+    def _begin(self, key: str) -> KeySeries:
+        if len(self._series) >= MOST_KEYS and key != OTHER_KEYS:
+            return self.series(OTHER_KEYS)
+        series = self._series[key] = KeySeries(key, self._requests, self._tokens)
+        if key == OTHER_KEYS:
+            return series
         for counter, words in ((self._requests, Outcome), (self._tokens, Tokens), (self._rejected, Rejection)):
             counter.begin((key,), words)
         self._waited.begin((key,))
         self._active.labels(key).set_function(lambda: self._running(key))
         self._queued.labels(key).set_function(lambda: self._waiting(key))
-        return key
+        return series

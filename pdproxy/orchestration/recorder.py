@@ -15,7 +15,7 @@ from pdproxy.errors import ClientError
 from pdproxy.observe import gen_ai
 from pdproxy.observe.labels import Outcome, Phase
 from pdproxy.observe.rare_lines import LineBudget
-from pdproxy.observe.request_metrics import OTHER, RequestLabels
+from pdproxy.observe.request_metrics import OTHER, RequestSeries
 from pdproxy.orchestration.client_errors import (
     BUG,
     cancelled_outcome,
@@ -33,6 +33,7 @@ from pdproxy.orchestration.request_record import (
     Route,
 )
 from pdproxy.request import ClientRequest, SubRequest
+from pdproxy.usage import Usage
 
 _LOG = logging.getLogger("pdproxy.orchestration.access_log")
 """By this name operators find the log lines of requests."""
@@ -68,7 +69,7 @@ class Recorder:
 
     def _name_span(self, span: trace.Span, request: ClientRequest) -> None:
         """By operation and model, and by the request's id, as the log line."""
-        label = self._metrics.models.label(request.model)
+        label = self._metrics.requests.models.label(request.model)
         span.update_name(gen_ai.span_name(request.endpoint, "" if label == OTHER else label))
         span.set_attributes(gen_ai.operation_attributes(request.endpoint, request.model))
         span.set_attribute("pdproxy.request_id", request.request_id)
@@ -83,13 +84,13 @@ class Recorder:
 
     def answer_began(self, record: AnswerRecord) -> None:
         """The first byte for the client is there."""
-        took = record.first.took
+        took, arrived = record.first.took, record.request.arrived
         for phase, seconds in took.items():
             if phase is not Phase.DECODE:
-                self._metrics.phase_took(phase, seconds)
-        took[Phase.FIRST_TOKEN] = seconds = self._clock.now() - record.request.arrived
+                self._metrics.phases[phase].observe(seconds)
+        took[Phase.FIRST_TOKEN] = seconds = self._clock.now() - arrived
         if record.request.stream:
-            self._metrics.server.first_token(self._labels(record), seconds)
+            self._series_of(record).first_token.observe(seconds)
 
     def end(self, record: AnswerRecord, outcome: Outcome) -> None:
         """The request has ended. Later calls do nothing."""
@@ -103,8 +104,6 @@ class Recorder:
         record.failure.outcome = outcome
         first.enter(first.phase)
         took[Phase.TOTAL] = first.entered - request.arrived
-        self._count(record, outcome)
-        self._count_tokens(record)
         self._observe_end(record, outcome)
         self._in_flight.end(record, first.entered, outcome)
         level = _level(outcome)
@@ -147,31 +146,35 @@ class Recorder:
             _write_line(_level(outcome), _REFUSED, record, facts)
 
     def _count(self, record: RequestRecord, outcome: Outcome) -> None:
-        self._metrics.request_ended(record.endpoint, record.model, outcome)
-        self._metrics.keys.request_ended(record.key, outcome)
-
-    def _count_tokens(self, record: AnswerRecord) -> None:
-        """Tell of the tokens of all decode legs: metrics, the account of the key, what is known of answers."""
-        for prompt in record.prompts:
-            for usage, route in prompt.usages:
-                self._metrics.add_tokens(record.model, record.key, usage)
-                record.request.on_usage(usage.prompt or 0, usage.completion or 0)
-                if route is not None:
-                    self._in_flight.count_usage(record.model, route, usage, record.choices)
-                if route is Route.RECOMPUTED:
-                    self._metrics.recomputed()
+        """A request ended that no prompt was made of."""
+        self._metrics.requests.alike(record.endpoint, record.model, stream=False).ended[outcome].inc()
+        self._metrics.keys.series(record.key).ended[outcome].inc()
 
     def _observe_end(self, record: AnswerRecord, outcome: Outcome) -> None:
-        labels, took, server = self._labels(record), record.first.took, self._metrics.server
+        series, key, took = self._series_of(record), self._metrics.keys.series(record.key), record.first.took
+        series.ended[outcome].inc()
+        key.ended[outcome].inc()
+        for prompt in record.prompts:
+            for usage, route in prompt.usages:
+                series.add_tokens(usage, key)
+                self._note_usage(record, usage, route)
         if Phase.DECODE in took:
-            self._metrics.phase_took(Phase.DECODE, took[Phase.DECODE])
-        server.ended(labels, outcome, took[Phase.TOTAL])
+            self._metrics.phases[Phase.DECODE].observe(took[Phase.DECODE])
+        series.seconds[outcome].observe(took[Phase.TOTAL])
         if outcome is Outcome.OK and record.request.stream and Phase.FIRST_TOKEN in took:
-            server.output_tokens(labels, record.output_tokens(), took[Phase.TOTAL] - took[Phase.FIRST_TOKEN])
+            series.streamed(record.output_tokens(), took[Phase.TOTAL] - took[Phase.FIRST_TOKEN])
 
-    def _labels(self, record: AnswerRecord) -> RequestLabels:
+    def _note_usage(self, record: AnswerRecord, usage: Usage, route: Route | None) -> None:
+        """Tell of the tokens of a decode leg: the account of the key, what is known of answers."""
+        record.request.on_usage(usage.prompt or 0, usage.completion or 0)
+        if route is not None:
+            self._in_flight.count_usage(record.model, route, usage, record.choices)
+        if route is Route.RECOMPUTED:
+            self._metrics.recomputed()
+
+    def _series_of(self, record: AnswerRecord) -> RequestSeries:
         request = record.request
-        return RequestLabels(request.endpoint, self._metrics.models.label(request.model), request.stream)
+        return self._metrics.requests.alike(request.endpoint, request.model, stream=request.stream)
 
 
 def _level(outcome: Outcome) -> int:

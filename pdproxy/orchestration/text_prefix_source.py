@@ -17,6 +17,7 @@ from pdproxy.planning.text_chain import Chain, chain_of_completion, chain_of_ids
 from pdproxy.planning.text_index import Keeps, TextIndex
 from pdproxy.request import Endpoint, SubRequest
 
+
 @dataclasses.dataclass(slots=True)
 class _Asked:
     """The note of a sub-request.

@@ -284,7 +284,7 @@ class UpstreamRequest:
             return None
         model = asked.request.model
         facts: dict[str, str | int | bool] = {"node": node.name, "cohort": node.cohort, "prompt": asked.index}
-        label = model if context.metrics.models.label(model) == model else ""
+        label = model if context.metrics.requests.models.label(model) == model else ""
         return leg_span(context.tracer, leg, asked.endpoint, model, label, facts)
 
     # -- while a stream runs

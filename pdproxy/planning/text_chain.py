@@ -61,9 +61,7 @@ def chain_of_ids(model: str, salt: str, ids: Sequence[int]) -> Chain:
     return _chain(model, salt, pieces, goes_on_after=IDS, in_tokens=True)
 
 
-def _chain(
-    model: str, salt: str, pieces: Sequence[Piece], *, goes_on_after: int = 0, in_tokens: bool = False
-) -> Chain:
+def _chain(model: str, salt: str, pieces: Sequence[Piece], *, goes_on_after: int = 0, in_tokens: bool = False) -> Chain:
     """``goes_on_after``: the size of a whole piece, where later prompts may go on from within a shorter last one."""
     before, last, end = 0, hash(salt), 0
     hashes, ends = array("q"), array("q")

@@ -403,10 +403,10 @@ def test_models_and_adapters_that_decode_nodes_serve_become_labels(clock: FakeCl
         Node("p1", "http://p1", (Role.PREFILL,), "prefill"),
     ):
         pool.add(node)
-    assert [metrics.models.label(name) for name in ("configured", "prefill", "found")] == [
+    assert [metrics.requests.models.label(name) for name in ("configured", "prefill", "found")] == [
         "configured",
         "other",
         "other",
     ]
     pool.admit(dataclasses.replace(pool.configured("d1"), model="found", aliases=("adapter",)))
-    assert [metrics.models.label(name) for name in ("found", "adapter")] == ["found", "adapter"]
+    assert [metrics.requests.models.label(name) for name in ("found", "adapter")] == ["found", "adapter"]

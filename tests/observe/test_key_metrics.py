@@ -9,7 +9,7 @@ from pdproxy.observe.request_metrics import IN_USAGE, MOST_KEYS, OTHER_KEYS, Key
 def test_a_known_key_begins_at_zero_and_is_asked_what_it_runs() -> None:
     registry = CollectorRegistry()
     metrics = KeyMetrics(registry)
-    metrics.known("alice")
+    metrics.series("alice")
     assert registry.get_sample_value("pdproxy_key_requests_total", {"key": "alice", "outcome": "failed"}) == 0
     assert registry.get_sample_value("pdproxy_key_rejected_total", {"key": "alice", "reason": "input_rate"}) == 0
     metrics.watch(len, lambda key: 2)
@@ -21,9 +21,9 @@ def test_names_beyond_the_most_are_counted_together() -> None:
     registry = CollectorRegistry()
     metrics = KeyMetrics(registry)
     for number in range(MOST_KEYS + 5):
-        metrics.tokens_of(f"k{number}")[IN_USAGE.index(Tokens.PROMPT)].inc(10)
+        metrics.series(f"k{number}").tokens[IN_USAGE.index(Tokens.PROMPT)].inc(10)
     metrics.rejected(f"k{MOST_KEYS}", Rejection.QUEUE_FULL)
-    metrics.request_ended(f"k{MOST_KEYS}", Outcome.OK)
+    metrics.series(f"k{MOST_KEYS}").ended[Outcome.OK].inc()
     metrics.waited(f"k{MOST_KEYS}", 1.5)
     first, others = {"key": "k0", "kind": "prompt"}, {"key": OTHER_KEYS, "kind": "prompt"}
     assert registry.get_sample_value("pdproxy_key_tokens_total", first) == 10

@@ -18,7 +18,7 @@ from pdproxy.observe.labels import (
     Task,
 )
 from pdproxy.observe.metrics import Metrics
-from pdproxy.observe.request_metrics import MOST_MODELS, SECONDS, TOKEN_SECONDS, RequestLabels
+from pdproxy.observe.request_metrics import MOST_MODELS, SECONDS, TOKEN_SECONDS
 from pdproxy.request import Endpoint
 from pdproxy.usage import Usage
 
@@ -40,9 +40,9 @@ def metrics(registry: CollectorRegistry) -> Metrics:
 
 def test_everything_is_counted_under_its_name(metrics: Metrics, registry: CollectorRegistry) -> None:
     metrics.model_served("m")
-    metrics.request_ended(Endpoint.CHAT, "m", Outcome.OK)
-    metrics.request_ended(None, "unheard of", Outcome.FAILED)
-    metrics.phase_took(Phase.PREFILL, 0.5)
+    metrics.requests.alike(Endpoint.CHAT, "m", stream=False).ended[Outcome.OK].inc()
+    metrics.requests.alike(None, "unheard of", stream=False).ended[Outcome.FAILED].inc()
+    metrics.phases[Phase.PREFILL].observe(0.5)
     metrics.leg_failed(Leg.PREFILL, Fault.STALL)
     metrics.step_taken(Leg.DECODE, Fault.RESET, Word.ONE)
     metrics.planned_local(Word.TWO)
@@ -54,7 +54,8 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.watch_requests(lambda: active[0], lambda: 3)
     metrics.watch_bodies(lambda: 700)
     metrics.rejected(Word.ONE, "k")
-    metrics.add_tokens("m", "k", Usage(None, None, 512))
+    alike, key = metrics.requests.alike(Endpoint.CHAT, "m", stream=True), metrics.keys.series("k")
+    alike.add_tokens(Usage(None, None, 512), key)
     metrics.watch_prefill("idle", lambda: 0)
     metrics.watch_prefill("m", lambda: 300)
     metrics.watch_node("n", Word.ONE, lambda: 2)
@@ -142,7 +143,8 @@ def test_a_node_that_comes_back_is_counted_anew(metrics: Metrics, registry: Coll
 
 
 def test_tokens_never_count_backwards(metrics: Metrics, registry: CollectorRegistry) -> None:
-    metrics.add_tokens("m", "k", Usage(-5, -1, None))
+    alike = metrics.requests.alike(Endpoint.CHAT, "m", stream=True)
+    alike.add_tokens(Usage(-5, -1, None), metrics.keys.series("k"))
     assert registry.get_sample_value("pdproxy_tokens_total", {"kind": "prompt", "model": "other"}) == 0
 
 
@@ -151,7 +153,7 @@ def test_clients_make_no_label_values_and_nodes_not_too_many(metrics: Metrics, r
         metrics.model_served(f"adapter-{number}")
     metrics.model_served("")
     for model in ("adapter-0", f"adapter-{MOST_MODELS}", "a client's word", ""):
-        metrics.request_ended(Endpoint.CHAT, model, Outcome.OK)
+        metrics.requests.alike(Endpoint.CHAT, model, stream=False).ended[Outcome.OK].inc()
     families = list(registry.restricted_registry(["pdproxy_requests_total"]).collect())
     counted = {sample.labels["model"]: sample.value for family in families for sample in family.samples if sample.value}
     assert counted == {"adapter-0": 1, "other": 3}
@@ -169,12 +171,13 @@ def test_latency_is_kept_by_endpoint_model_streaming_and_error(metrics: Metrics,
         "gen_ai_request_stream": "true",
         "endpoint": "/v1/messages",
     }
-    of = RequestLabels(Endpoint.MESSAGES, "m", stream=True)
-    metrics.server.first_token(of, 0.3)
-    metrics.server.output_tokens(of, 11, 0.22)
-    metrics.server.output_tokens(of, 1, 0.0)
-    metrics.server.ended(of, Outcome.OK, 3000)
-    metrics.server.ended(of, Outcome.FAILED, 2)
+    metrics.model_served("m")
+    series = metrics.requests.alike(Endpoint.MESSAGES, "m", stream=True)
+    series.first_token.observe(0.3)
+    series.streamed(11, 0.22)
+    series.streamed(1, 0.0)
+    series.seconds[Outcome.OK].observe(3000)
+    series.seconds[Outcome.FAILED].observe(2)
     assert (value("time_to_first_token_seconds_sum"), value("time_to_first_token_seconds_count")) == (0.3, 1)
     assert value("time_to_first_token_seconds_bucket", le="0.35") == 1
     assert value("time_per_output_token_seconds_sum") == pytest.approx(0.022)

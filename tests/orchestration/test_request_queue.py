@@ -105,7 +105,7 @@ async def test_a_flood_of_one_key_delays_another_key_by_one() -> None:
 
 async def test_a_key_runs_no_more_than_its_own_limit_and_others_pass_it() -> None:
     setup = QueueSetup(concurrency=3, keys={"batch": KeyLimits(concurrency=1)})
-    setup.metrics.keys.known("batch")
+    setup.metrics.keys.series("batch")
     for name in ("b1", "b2", "b3"):
         await setup.start(name, of("batch"))
     await setup.start("other", of("other"))
