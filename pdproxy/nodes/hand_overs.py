@@ -82,7 +82,8 @@ class _Tickets:
         before = self.minutes.get(minute)
         if before is None:
             self.minutes = {each: used for each, used in self.minutes.items() if minute - each < RECENT}
-        self.minutes[minute] = (before or Used()).plus(Used(1, 1 - useful))
+            before = Used()
+        self.minutes[minute] = Used(before.tickets + 1, before.in_vain + 1 - useful)
 
 
 class HandOvers:

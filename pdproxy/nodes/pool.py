@@ -108,8 +108,9 @@ class Pool:
         entry = self._entry(name)
         slot = Slot(entry, self._clock, self.load, load, self._release)
         if slot.takes_room and load.leg is Leg.DECODE:
-            self.traffic.record(entry.node.cohort)
-            self._metrics.cohort_requested(entry.node.cohort)
+            cohort = entry.view.node.cohort
+            self.traffic.record(cohort)
+            self._metrics.cohort_requested(cohort)
         if slot.trial:
             entry.view.trials += 1
             self._latest = None  # a trial decides whether a node that is on trial takes requests

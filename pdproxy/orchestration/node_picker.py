@@ -192,18 +192,21 @@ class NodePicker:
             context.prefix_source.routed(self._sub_request, chosen)
         return chosen
 
-    def load(self, node: Node, leg: Leg) -> LegLoad:
-        """The load that a prefill or decode leg adds to its node. That of a decode leg includes the answer, which is
-        expected to be as long as others were. A prefill leg counts there where the node has both roles."""
+    def prefill_load(self, chosen: Plan, node: Node) -> LegLoad:
+        """The load that the prefill leg of a plan adds to its node: of the caches, where that has both roles."""
+        request = self._sub_request.request
+        footprint = Footprint(self.prompt_tokens, 1) if Role.DECODE in node.roles else NO_FOOTPRINT
+        queued = self._uncached(chosen)
+        return LegLoad(chosen.prefill_rank, queued, footprint, request.api_key, request.arrived, Leg.PREFILL)
+
+    def decode_load(self, node: Node) -> LegLoad:
+        """The load that a decode leg adds to its node, with the answer, which is expected to be as long as others
+        were."""
         chosen, request = self._chosen, self._sub_request.request
-        if leg is Leg.DECODE:
-            footprint = self._footprint
-        else:
-            footprint = Footprint(self.prompt_tokens, 1) if Role.DECODE in node.roles else NO_FOOTPRINT
-        if chosen is None:
-            return LegLoad(footprint=footprint, leg=leg)
-        queued = self._uncached(chosen) if node is chosen.computing else None
-        return LegLoad(chosen.rank(node), queued, footprint, request.api_key, request.arrived, leg)
+        if chosen is None or node is not chosen.decode:
+            return LegLoad(None, None, self._footprint, request.api_key, request.arrived)
+        queued = self._uncached(chosen) if chosen.prefill is None else None
+        return LegLoad(chosen.decode_rank, queued, self._footprint, request.api_key, request.arrived)
 
     def headers(self, node: Node) -> Headers:
         """The headers of a leg to a node: they name the planned rank."""

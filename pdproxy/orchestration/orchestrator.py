@@ -67,7 +67,10 @@ class Orchestrator:
             upstreams = await self._upstreams(request, record)
             if request.stream:
                 return await self._streamed(record, upstreams)
-            body = await _whole_answer(upstreams, self._context.config.fan_out)
+            if len(upstreams) == 1:
+                body, _ = await _answer_of(upstreams[0])
+            else:
+                body = await _merged_answer(upstreams, self._context.config.fan_out)
         except UpstreamErrorResponse as error:
             self._recorder.ended_by(record, error)
             own = error.response
@@ -148,16 +151,15 @@ class Orchestrator:
         return upstreams
 
 
-async def _whole_answer(upstreams: Sequence[UpstreamRequest], width: int) -> bytes:
-    """The body for the client; at most ``width`` prompts are answered at once. Closes all upstreams, on every exit."""
-    if len(upstreams) == 1:
-        return (await _answer_of(upstreams[0]))[0]
+async def _merged_answer(upstreams: Sequence[UpstreamRequest], width: int) -> bytes:
+    """The one answer to several prompts, ``width`` of them at once at most. Closes all upstreams, on every exit."""
     answers = await gather_bounded([functools.partial(_answer_of, upstream) for upstream in upstreams], width)
     return write_json(merge_answers([answer for _, answer in answers]))
 
 
 async def _answer_of(upstream: UpstreamRequest) -> tuple[bytes, Json]:
-    """The answer to one prompt, as bytes (the node's own where nothing had to be changed) and parsed."""
+    """The answer to one prompt, as bytes (the node's own where nothing had to be changed) and parsed. Closes its
+    upstream, on every exit."""
     endpoint = upstream.sub_request.endpoint
     try:
         raw, answer = await upstream.start(_as_asked, functools.partial(_read, endpoint))
@@ -193,7 +195,7 @@ def _own_headers(record: AnswerRecord) -> Headers:
 
 def _route_headers(record: AnswerRecord) -> Headers:
     """How the answer was computed; `x-pdproxy-recomputed` where it is known in time (not for streams)."""
-    decision, routes = record.first.decision, {prompt.route for prompt in record.prompts}
+    decision, routes = record.first.decision, {record.first.route, *[prompt.route for prompt in record.further]}
     why = "" if decision is None else f"; {decision.summary()}"
     if routes <= _ALONE:
         return (("x-pdproxy-route", f"local{why}"),)

@@ -367,7 +367,7 @@ class UpstreamRequest:
         """Take slots on the nodes of a plan at once, so that the plans that follow see the load."""
         self._acquire_decode(chosen.decode)
         if chosen.prefill is not None:
-            load = self.nodes.load(chosen.prefill, Leg.PREFILL)
+            load = self.nodes.prefill_load(chosen, chosen.prefill)
             self._prefill_slot = self._context.pool.acquire(chosen.prefill.name, load)
 
     def _acquire_decode(self, node: Node) -> Node:
@@ -375,7 +375,7 @@ class UpstreamRequest:
         if self._slot is not None:
             self._slot.release()
         self._slot = None
-        self._slot = self._context.pool.acquire(node.name, self.nodes.load(node, Leg.DECODE))
+        self._slot = self._context.pool.acquire(node.name, self.nodes.decode_load(node))
         self._decode_node = node
         return node
 
