@@ -432,6 +432,7 @@ class Snapshot:
         load: how fast their places are.
         models: every name that a client may ask for, served by a decode node in whatever state, sorted.
         base_models: of these, the models themselves: no adapters, and no second names.
+        keeps: any node's connector keeps conversations.
     """
 
     def __init__(self, nodes: tuple[NodeView, ...], bars: Bars = NO_BARS, load: Load | None = None) -> None:
@@ -441,6 +442,7 @@ class Snapshot:
         decodes = [view.node for view in nodes if Role.DECODE in view.node.roles]
         self.models = tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
         self.base_models = tuple(sorted({node.model for node in decodes if node.model}))
+        self.keeps = any(view.node.keeps for view in nodes)
         self._may_serve_any = not all(node.model for node in decodes) or not decodes
         self._names = frozenset(name for view in nodes for name in (view.node.model, *view.node.aliases))
         self._served: dict[str, Served] = {}

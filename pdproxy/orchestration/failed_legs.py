@@ -53,7 +53,7 @@ class FailedLegs:
         self._broken: dict[Leg, int] = {}
         """Nodes that broke off, one after another."""
         self._moment = Moment.OPENING
-        """Of decode legs that fail now."""
+        """The moment of decode legs that fail now."""
         self._used: dict[Leg, int] = {}
         """Retries."""
         self._last: tuple[Leg, NodeFault] | None = None

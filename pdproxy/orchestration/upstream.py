@@ -101,8 +101,9 @@ class UpstreamRequest:
             UpstreamErrorResponse: a node's own error goes to the client.
         """
         await self.nodes.look_up_prefix()
-        if self.keep is None and self._context.keeping is not None:
-            self.keep = self._context.keeping.begin(self.sub_request)
+        keeping = self._context.keeping
+        if keeping is not None and self.keep is None and self._context.pool.snapshot().keeps:
+            self.keep = keeping.begin(self.sub_request)
         node = await self._plan_and_prefill()
         while True:
             try:
