@@ -84,7 +84,7 @@ def _shown(line: str, words: Sequence[str]) -> str:
     """A block with a command and the first part of its help: flags of settings stand in the settings' page."""
     text, _, settings = _printed(words).partition("\n\nlisten:\n")
     more = "\n\n… (a flag for each setting)" if settings else ""
-    return f"```\n$ {line}\n{text.strip()}{more}\n```\n"
+    return f"```console\n$ {line}\n{text.strip()}{more}\n```\n"
 
 
 def _printed(words: Sequence[str]) -> str:

@@ -112,6 +112,17 @@ async def test_from_a_disk_and_without_a_network_the_search_finds_a_page(site: P
         assert page.complaints == []
 
 
+async def test_the_copy_button_takes_the_commands_alone(site: Path, browser: str) -> None:
+    async with asyncio.timeout(60), new_page(browser) as page:
+        await page.show(f"{site.as_uri()}/watching.html")
+        await page.until("document.readyState === 'complete' && !!document.querySelector('.highlight .gp')")
+        await page.value("document.querySelector('.highlight code').setAttribute('data-md-copying', '')")
+        copied = await page.value("document.querySelector('.highlight code').innerText")
+    ready, check = (line for line in copied.splitlines() if line.strip())
+    assert ready == "curl -s 127.0.0.1:8081/ready"
+    assert check.startswith("pdproxy check --prefill")
+
+
 def test_links_lead_to_the_same_place_from_the_site() -> None:
     page = (
         "[a](../docs/nodes.md#roles), [b](../helm/pdproxy/README.md#keys), [c](../compose.yaml) and [d](https://e.f/)"
