@@ -158,6 +158,36 @@ def single(shape: Single, seed: int = 1, name: str = "single") -> Trace:
     return writer.trace()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turning:
+    """Two kinds of requests by turns, each for a while: long prompts with short answers, and the reverse. Nothing is
+    shared.
+
+    Attributes:
+        rates: requests in a second, of each kind.
+        prompts, outputs: tokens, of each kind.
+        seconds: that a kind lasts.
+        turns: kinds in all.
+    """
+
+    rates: tuple[float, float]
+    prompts: tuple[int, int] = (4000, 200)
+    outputs: tuple[int, int] = (40, 500)
+    seconds: float = 60.0
+    turns: int = 4
+
+
+def turning(shape: Turning, seed: int = 1, name: str = "turning") -> Trace:
+    """Requests come at random moments."""
+    writer = _Writer(name, seed)
+    for turn in range(shape.turns):
+        kind, at = turn % 2, turn * shape.seconds
+        while (at := at + writer.dice.expovariate(shape.rates[kind])) < (turn + 1) * shape.seconds:
+            output = max(2, round(writer.dice.uniform(0.5, 1.5) * shape.outputs[kind]))
+            writer.ask(at, None, None, (writer.about(shape.prompts[kind]),), output)
+    return writer.trace()
+
+
 ALL: Mapping[str, Callable[[int], Trace]] = MappingProxyType(
     {
         "chat": lambda seed: chat(seed=seed),

@@ -5,8 +5,31 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from pdproxy.nodes.node import Role
+from pdproxy.nodes.node import Role, Roles
+
+
+class Stream(NamedTuple):
+    """One answer.
+
+    Attributes:
+        at: seconds from the trace's beginning to its request.
+        first_token: seconds from its request.
+        seconds, tokens: of all that came after the first token.
+        longest: seconds of the longest chunk of a prompt that was computed beside it: without a token.
+    """
+
+    at: float
+    first_token: float
+    seconds: float
+    tokens: int
+    longest: float
+
+    @property
+    def inter_token(self) -> float:
+        """Seconds between two tokens, the mean; vLLM's TPOT."""
+        return self.seconds / self.tokens if self.tokens else 0.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -20,17 +43,19 @@ class Outcome:
         computed: prompt tokens that each node computed.
         moved: tokens whose attention went from a prefill node to a decode node.
         first_tokens: seconds until the first token of each request.
+        streams: in the order of their ends; of a simulation alone.
         planned: prompt tokens that plans took to be cached where the prompt was computed; ``resumed``: that were.
         failed: requests that were not answered as they should be.
         late: seconds by which the latest node was late on average, for lack of a CPU; 0 on a clock that is set.
     """
 
     name: str
-    roles: Mapping[str, Role]
+    roles: Mapping[str, Roles]
     tokens: int = 0
     computed: Counter[str] = dataclasses.field(default_factory=Counter)
     moved: int = 0
     first_tokens: list[float] = dataclasses.field(default_factory=list)
+    streams: list[Stream] = dataclasses.field(default_factory=list)
     planned: int = 0
     resumed: int = 0
     failed: int = 0
@@ -73,4 +98,4 @@ class Outcome:
         return self.resumed / self.planned if self.planned else math.nan
 
     def _of(self, role: Role) -> list[int]:
-        return [self.computed[name] for name, its in self.roles.items() if its is role]
+        return [self.computed[name] for name, its in self.roles.items() if role in its]

@@ -61,7 +61,7 @@ class Store:
         """All that are there."""
         for path in sorted(self._folder.glob("*.json")):
             read = json.loads(path.read_text(encoding="utf-8"))
-            roles = {name: Role(role) for name, role in read["roles"].items()}
+            roles = {name: tuple(map(Role, its)) for name, its in read["roles"].items()}
             counted = {
                 key: read[key] for key in ("tokens", "moved", "planned", "resumed", "failed", "late", "first_tokens")
             }

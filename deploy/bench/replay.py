@@ -132,7 +132,7 @@ def _planned(operators: int, kind: str) -> int:
 
 def _by_role(fleet: Fleet, urls: Mapping[str, str]) -> dict[Role, list[str]]:
     roles = fleet.roles()
-    return {role: [url for name, url in urls.items() if roles[name] is role] for role in Role}
+    return {role: [url for name, url in urls.items() if role in roles[name]] for role in Role}
 
 
 def _joined(router: Router, front: Front) -> bool:

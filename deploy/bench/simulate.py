@@ -1,9 +1,10 @@
 """A trace on simulated nodes, in one process on a clock that is set; pool, plans and policies are the proxy's own.
 
-The nodes are arithmetic. A prefill node computes one prompt after the other, at a rate, from where its caches let it
-resume when its turn comes: what waits before it may evict what it would have found. A decode node reads what it has not
-cached, at a rate, and gives a token in each step; a prompt that it computes itself stops its streams for as long. The
-planner is told what is cached by the proxy's own index, from the events of the caches, which come without delay.
+The nodes are arithmetic. A node computes one prompt after the other, at a rate, from where its caches let it resume
+when its turn comes: what waits before it may evict what it would have found. It reads what it has not cached of a
+ticket, at a rate, and gives each stream a token in each step. A prompt that it computes stops its streams for as long;
+where prompts are cut into chunks, as vLLM does, each chunk is in a step that gives each stream a token. The planner is
+told what is cached by the proxy's own index, from the events of the caches, which come without delay.
 """
 
 import dataclasses
@@ -15,12 +16,12 @@ from typing import Any
 
 from deploy.bench.hybrid_cache import CacheEvent, CacheShape, HashedPrompt, HybridCache, Kind, Removed
 from deploy.bench.kv_events import ROOT
-from deploy.bench.outcome import Outcome
+from deploy.bench.outcome import Outcome, Stream
 from deploy.bench.traces import Trace, hashed
 from pdproxy.events.prefix_source import EXPECTED_SECONDS
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.load import Work
-from pdproxy.nodes.node import NO_FOOTPRINT, Footprint, Node, Role, hash64
+from pdproxy.nodes.node import BOTH, DECODE, NO_FOOTPRINT, PREFILL, Footprint, Node, Role, Roles, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad, Slot
 from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme
@@ -37,6 +38,10 @@ from tests.fakes.clock import FakeClock
 MODEL = "m"
 LEAST_WAIT = 1e-6
 """Seconds: a prompt whose turn comes at this very moment looks again a little later."""
+SAME_TOKEN = 1e-6
+"""Less than so much of a token is none."""
+KEPT_CHUNKS = 600.0
+"""Seconds; longer than any stream runs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +52,8 @@ class Fleet:
         prefill_rate: tokens that a node computes in a second.
         overhead: seconds that each prompt takes besides.
         transfer_rate: tokens whose attention a decode node reads in a second; ``hand_over`` seconds besides.
-        step: seconds between two tokens of a stream.
+        step: seconds between two tokens of a stream, and ``per_stream`` more for each that runs on its node.
+        chunk: prompt tokens in a step at most, as vLLM's ``--max-num-batched-tokens``; 0: a prompt is computed whole.
     """
 
     prefills: int = 3
@@ -58,38 +64,60 @@ class Fleet:
     transfer_rate: float = 200_000.0
     hand_over: float = 0.01
     step: float = 0.02
+    per_stream: float = 0.0
+    chunk: int = 0
+    boths: int = 0
 
-    def roles(self) -> Mapping[str, Role]:
+    def roles(self) -> Mapping[str, Roles]:
         """The roles of all nodes, by name."""
-        counts = ((Role.PREFILL, self.prefills), (Role.DECODE, self.decodes))
-        return {f"{role}-{index}": role for role, count in counts for index in range(count)}
+        counts = (("prefill", PREFILL, self.prefills), ("decode", DECODE, self.decodes), ("node", BOTH, self.boths))
+        return {f"{kind}-{index}": roles for kind, roles, count in counts for index in range(count)}
 
 
 class SimulatedNode:
-    """Caches, what waits to be computed, and until when it computes.
+    """Caches, what waits to be computed, until when it computes, and the tokens that its streams got.
 
     Attributes:
         told: what the caches say of themselves goes there.
+        queue: prompts in turn; the first is being computed.
+        free_at: seconds of the clock until which it computes.
+        streams: that run.
     """
 
     def __init__(self, fleet: Fleet, told: Callable[[CacheEvent], None]) -> None:
         self.cache = HybridCache(fleet.shape)
         self.told = told
         self.queue: deque[HashedPrompt] = deque()
-        """In turn; the first is being computed."""
         self.free_at = 0.0
-        self.stalled = 0.0
-        """Seconds that its streams had to wait for prompts until now."""
+        self.streams = 0
         self._fleet = fleet
+        self._tokens = 0.0
+        """The tokens of a stream that runs since ever, as of ``_at``."""
+        self._at = 0.0
+        self._rate_beside = 0.0
+        """Tokens in a second while it computes."""
+        self._chunks: deque[tuple[float, float]] = deque()
+        """The last chunks: when each ended, and how long it took."""
+
+    @property
+    def step(self) -> float:
+        """Seconds between two tokens of each stream while no prompt is computed."""
+        return max(LEAST_WAIT, self._fleet.step + self.streams * self._fleet.per_stream)
 
     def compute(self, prompt: HashedPrompt, clock: FakeClock) -> Generator[float, None, int]:
         """Wait for the prompt's turn and compute it: how many of its tokens were. Yields the seconds to wait."""
         self.queue.append(prompt)
         while self.queue[0] is not prompt or self.free_at > clock.now():
             yield max(LEAST_WAIT, self.free_at - clock.now())
-        computed = self.cache.compute(prompt)
-        self._busy(self._fleet.overhead + computed / self._fleet.prefill_rate, clock.now())
-        yield self.free_at - clock.now()
+        computed = left = self.cache.compute(prompt)
+        fixed = self._fleet.overhead
+        while left > 0:
+            tokens = min(left, self._fleet.chunk or left)
+            left -= tokens
+            self._compute_beside(fixed + tokens / self._fleet.prefill_rate, clock.now())
+            fixed = 0.0
+            while self.free_at > clock.now():
+                yield self.free_at - clock.now()
         self.queue.popleft()
         self._tell()
         return computed
@@ -98,17 +126,69 @@ class SimulatedNode:
         """Read a ticket: tokens moved, tokens computed here, and the seconds until it is done."""
         pulled = self.cache.pull(prompt)
         self._tell()
-        self._busy(pulled.computed / self._fleet.prefill_rate, now)
+        self._busy(pulled.computed / self._fleet.prefill_rate, 0.0, now)
         seconds = self._fleet.hand_over + pulled.moved / self._fleet.transfer_rate
         return pulled.moved, pulled.computed, seconds + self.free_at - now
+
+    def after_prompt(self, clock: FakeClock) -> Iterator[float]:
+        """Wait for the end of the prompt that is computed now: its chunks fill all steps, as vLLM's do."""
+        first = self.queue[0] if self.queue and self._fleet.chunk else None
+        while first is not None and self.queue and self.queue[0] is first:
+            yield max(LEAST_WAIT, self.free_at - clock.now())
+
+    def streams_are(self, change: int, now: float) -> None:
+        """So many streams more run from now on."""
+        self._advance(now)
+        self.streams += change
+
+    def stream(self, tokens: int, clock: FakeClock) -> Iterator[float]:
+        """A stream gets so many tokens. Yields the seconds to wait: those that it takes at least, so that there are few
+        waits, though other streams come and go meanwhile."""
+        self._advance(clock.now())
+        end = self._tokens + tokens
+        while True:
+            now = clock.now()
+            self._advance(now)
+            left = end - self._tokens
+            if left < SAME_TOKEN:
+                return
+            beside = max(0.0, self.free_at - now)
+            left = max(0.0, left - beside * self._rate_beside)
+            yield max(LEAST_WAIT, beside + left * (self.step if left < 1.0 else self._fleet.step))
+
+    def longest_chunk(self, since: float) -> float:
+        """Seconds of the longest chunk that ended after then: the longest time without a token."""
+        found = 0.0
+        for ended, seconds in reversed(self._chunks):
+            if ended <= since:
+                break
+            found = max(found, seconds)
+        return found
 
     def _tell(self) -> None:
         for event in self.cache.take_events():
             self.told(event)
 
-    def _busy(self, seconds: float, now: float) -> None:
+    def _compute_beside(self, seconds: float, now: float) -> None:
+        """A chunk, in a step of its own, which gives each stream a token; or a whole prompt, which gives them none."""
+        whole = seconds + self.step if self._fleet.chunk else seconds
+        self._busy(whole, 1.0 / whole if self._fleet.chunk else 0.0, now)
+        self._chunks.append((self.free_at, whole))
+        while self._chunks[0][0] < now - KEPT_CHUNKS:
+            self._chunks.popleft()
+
+    def _busy(self, seconds: float, rate: float, now: float) -> None:
+        """Compute for so long, and meanwhile give each stream so many tokens a second."""
+        self._advance(now)
+        if self.free_at <= now:
+            self._rate_beside = rate
         self.free_at = max(now, self.free_at) + seconds
-        self.stalled += seconds
+
+    def _advance(self, now: float) -> None:
+        """Count the tokens that streams got until now."""
+        beside = min(now, max(self._at, self.free_at)) - self._at
+        self._tokens += beside * self._rate_beside + (now - self._at - beside) / self.step
+        self._at = now
 
 
 class Simulation:
@@ -122,15 +202,17 @@ class Simulation:
         self.nodes = {name: SimulatedNode(fleet, self._telling(Place(name))) for name in fleet.roles()}
         self._policy = PlanPolicy(policy_named(routing, itl_budget))
         self._turns = itertools.count()
+        self._began = self.clock.now()
         self._outcome = Outcome(routing, fleet.roles())
-        for name, role in fleet.roles().items():
-            node = dataclasses.replace(Node(name, f"http://{name}", (role,), MODEL), **_published(fleet.shape))
+        for name, roles in fleet.roles().items():
+            node = dataclasses.replace(Node(name, f"http://{name}", roles, MODEL), **_published(fleet.shape))
             self.pool.add(node)
             self.pool.admit(node)
 
     def run(self, trace: Trace) -> Outcome:
         """All requests, to their ends."""
-        began, order, followers = self.clock.now(), itertools.count(), trace.followers()
+        self._began = began = self.clock.now()
+        order, followers = itertools.count(), trace.followers()
         due = [
             (request.at, next(order), self._request(trace, number), number)
             for number, request in enumerate(trace.requests)
@@ -163,9 +245,16 @@ class Simulation:
         self._expect(chosen, prompt)
         with self._slot(chosen.decode, chosen, prompt, request.output) as slot:
             yield from self._first_token(chosen, prompt, slot)
-            yield self.fleet.step
-            self._outcome.answered(prompt.tokens, self.clock.now() - arrived)
-            yield from self._stream(self.nodes[chosen.decode.name], request.output - 1)
+            decode, first = self.nodes[chosen.decode.name], self.clock.now()
+            self._outcome.answered(prompt.tokens, first - arrived)
+            decode.streams_are(1, first)
+            yield from decode.stream(request.output - 1, self.clock)
+            decode.streams_are(-1, self.clock.now())
+            seconds = self.clock.now() - first
+            slot.streamed(request.output, seconds)
+            self._outcome.streams.append(
+                Stream(arrived - self._began, first - arrived, seconds, request.output - 1, decode.longest_chunk(first))
+            )
 
     def _expect(self, chosen: Plan, prompt: HashedPrompt) -> None:
         """As `EventPrefixSource.routed` does."""
@@ -180,17 +269,22 @@ class Simulation:
         """The prompt is computed, by either node, and handed over."""
         if chosen.prefill is None:
             yield from self._compute(chosen.decode, slot, prompt, chosen)
+            if not self.fleet.chunk:  # the step of the last chunk has given the first token
+                yield self.fleet.step
             return
         with self._slot(chosen.prefill, chosen, prompt, 0) as prefilling:
             yield from self._compute(chosen.prefill, prefilling, prompt, chosen)
         began = self.clock.now()
-        moved, computed, seconds = self.nodes[chosen.decode.name].pull(prompt, began)
+        decode = self.nodes[chosen.decode.name]
+        moved, computed, seconds = decode.pull(prompt, began)
         self._outcome.computed[chosen.decode.name] += computed
         self._outcome.moved += moved
         yield seconds
+        yield from decode.after_prompt(self.clock)
         place = self.pool.view(chosen.decode.name).lightest
-        seconds = place.seconds_alone(began, self.clock.now() + self.fleet.step)
+        seconds = place.seconds_alone(began, self.clock.now() + decode.step)
         self.pool.load.learn(Work.HAND_OVER, place, moved, seconds)
+        yield decode.step
 
     def _compute(self, node: Node, slot: Slot, prompt: HashedPrompt, chosen: Plan) -> Iterator[float]:
         """Until the node is done with it, what waits there before it included."""
@@ -207,14 +301,6 @@ class Simulation:
         expected = prompt.tokens if chosen.reason is None else chosen.computed
         held = Footprint(prompt.tokens + output, 1) if Role.DECODE in node.roles else NO_FOOTPRINT
         return self.pool.acquire(node.name, LegLoad(0, expected if computes else None, held))
-
-    def _stream(self, decode: SimulatedNode, steps: int) -> Iterator[float]:
-        """The tokens after the first; prompts that the node computes meanwhile delay them."""
-        ends, stalled = self.clock.now() + steps * self.fleet.step, decode.stalled
-        while self.clock.now() < ends:
-            yield ends - self.clock.now()
-            ends += decode.stalled - stalled
-            stalled = decode.stalled
 
     def _plan(self, prompt: HashedPrompt, session: int | None, hits: PromptHits) -> Plan:
         needs = PlanInput(MODEL, session=session, prefix=hits, tokens=prompt.tokens)

@@ -108,7 +108,7 @@ def _whole(status: int, content: bytes, kind: str = "application/json") -> bytes
 async def serving(site: Site) -> AsyncIterator[Mapping[str, SimulatedServer]]:
     """All nodes of a site, by name."""
     tickets: dict[str, int] = {}
-    nodes = {name: SimulatedServer(name, role, site, tickets) for name, role in site.fleet.roles().items()}
+    nodes = {name: SimulatedServer(name, site, tickets) for name in site.fleet.roles()}
     async with contextlib.AsyncExitStack() as stack:
         for node, port in zip(nodes.values(), site.ports, strict=True):
             stack.push_async_callback(node.publisher.close)

@@ -17,7 +17,6 @@ from deploy.bench.hybrid_cache import CacheShape, HashedPrompt, HybridCache
 from deploy.bench.kv_events import ROOT, Publisher, hash_ids, on_the_wire
 from deploy.bench.node import ROOM_FOR_ALL
 from deploy.bench.simulate import MODEL, Fleet
-from pdproxy.nodes.node import Role
 from tests.fakes.vllm_answers import ParsedRequest, answer, events
 
 BURST = 10
@@ -98,8 +97,8 @@ class SimulatedServer:
         tickets: of all nodes: the prompt that each covers.
     """
 
-    def __init__(self, name: str, role: Role, site: Site, tickets: dict[str, int]) -> None:
-        self.name, self.role, self.count = name, role, Count()
+    def __init__(self, name: str, site: Site, tickets: dict[str, int]) -> None:
+        self.name, self.count = name, Count()
         self.cache, self.publisher = HybridCache(site.fleet.shape), Publisher()
         self.running = self.waiting = 0
         self.queried = self.hit = 0

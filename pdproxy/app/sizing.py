@@ -22,7 +22,7 @@ class SizingWatch:
         decodes = [view for view in context.pool.snapshot().nodes if Role.DECODE in view.node.roles]
         caches = sum(view.node.capacity.part_taken(*view.footprint) for view in decodes if view.node.capacity)
         waiting = context.queue.status().waiting
-        self._demand.observed(context.clock.now(), sum(view.active for view in decodes), waiting, caches)
+        self._demand.observed(context.clock.now(), sum(view.legs(Role.DECODE) for view in decodes), waiting, caches)
         advice = self.advice()
         context.metrics.nodes_needed(Role.PREFILL, advice.prefill)
         context.metrics.nodes_needed(Role.DECODE, advice.decode)

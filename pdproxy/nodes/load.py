@@ -14,6 +14,10 @@ gets about one request in a hundred.
 **How busy places were.** A queue says what a place has to do now. Where conversations have gathered, it is empty at one
 moment and long at the next. The share of its time for which a place computed prompts lately says how long those that
 stay there will wait.
+
+**What a prompt costs streams.** A second that a prompt is computed beside a stream is a second that the stream comes
+later. To a stream that is a part of all its seconds; to a prompt a second is a part of those that prompts take. So a
+stream's second weighs as much less than a prompt's as answers take longer than prompts, both as they were seen.
 """
 
 import enum
@@ -225,6 +229,7 @@ class Load:
         busy_weight: the weight of a second in `PlaceLoad.busy`: their product is the share of its time for which a
             place was busy.
         usual: seconds that a prompt took, on average over all prefill places.
+        stall_weight: the weight of a second that a stream comes later, in seconds of waiting for a first token.
     """
 
     def __init__(self) -> None:
@@ -240,7 +245,9 @@ class Load:
         self._origin: float | None = None
         """Busy seconds are kept as of then, so that a prompt changes one number, not that of all places."""
         self._latest = self._first = 0.0
-        self.busy_weight = self.usual = 0.0
+        self.busy_weight = self.usual = self.stall_weight = 0.0
+        self._answers = self._answer_seconds = 0.0
+        """How many there were, older ones weighing less, and how long they took."""
 
     def pace(self, work: Work) -> Pace:
         """The line of this kind of work."""
@@ -261,7 +268,21 @@ class Load:
             return math.inf
         return place.seconds_left(self.pace_at(work, place), now)
 
+    def answer_stalls(self, place: PlaceLoad) -> float:
+        """How much later an answer comes for the prompts that a place will compute meanwhile, if it computes for as
+        much of its time as it did lately, in seconds of waiting for a first token."""
+        if not self._answers:
+            return 0.0
+        return min(1.0, place.busy * self.busy_weight) * self.stall_weight * self._answer_seconds / self._answers
+
     # -- what places did
+
+    def streamed(self, streams: int, tokens: int, seconds: float) -> None:
+        """A stream ended, of so many tokens that came in so many seconds; so many, with itself, ran on its node."""
+        self.demand.decoded(streams, tokens, seconds)
+        self._answers = self._answers * KEPT_OF_LINE + 1
+        self._answer_seconds = self._answer_seconds * KEPT_OF_LINE + seconds
+        self._weigh_stalls()
 
     def computed(self, work: Work, place: PlaceLoad, tokens: int, began: float, now: float) -> float:
         """A place has computed so many tokens that were given to it then: the seconds that it took. Monotonic time."""
@@ -338,6 +359,12 @@ class Load:
         seen = MEMORY * -math.expm1((self._first - self._latest) / MEMORY)
         self.busy_weight = 1 / (grown * (seen + FIRST_SECONDS))
         self.usual = self._busy_seconds / (self._busy_prompts + FIRST_PROMPTS * grown)
+        self._weigh_stalls()
+
+    def _weigh_stalls(self) -> None:
+        """At most 1, where answers are shorter than prompts."""
+        seconds = self.usual * self._answers
+        self.stall_weight = seconds / max(seconds, self._answer_seconds) if seconds else 0.0
 
     def _rescale_busy(self, origin: float) -> None:
         """All as of now, so that no number grows for ever."""

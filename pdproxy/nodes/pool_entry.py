@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pdproxy.clock import Clock
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitState
 from pdproxy.nodes.load import Load, Work
-from pdproxy.nodes.node import NO_FOOTPRINT, Footprint, Node, NodeView, State
+from pdproxy.nodes.node import NO_FOOTPRINT, Footprint, Node, NodeView, Role, State
 from pdproxy.nodes.outlier import LegRecord
 from pdproxy.observe.labels import Leg
 
@@ -199,7 +199,7 @@ class Slot:
     def streamed(self, tokens: int, seconds: float) -> None:
         """So many tokens of a stream came in so many seconds."""
         if self._entry is not None:
-            self._book.demand.decoded(self._entry.view.active, tokens, seconds)
+            self._book.streamed(self._entry.view.legs(Role.DECODE), tokens, seconds)
 
     def progress(self) -> None:
         """Something arrived from the node: active health then knows that a slow probe means busy, not dead. Cheap."""

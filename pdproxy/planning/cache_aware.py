@@ -6,8 +6,8 @@ others differ by their load alone. Of places that cost nearly the same, the requ
 lately.
 
 A node of both roles may compute the prompt, take it over, or do both: the best pair of two nodes is compared with the
-best node of both roles alone. Its streams get no token while it computes, which costs them (`cost.Stalls`); so a prompt
-is computed where few streams run, and an answer is generated where few prompts are computed, where that pays.
+best node of both roles alone. Its streams are slower while it computes, which costs them (`Load.stall_weight`); so a
+prompt is computed where few streams run, and an answer is generated where few prompts are computed, where that pays.
 """
 
 import dataclasses
@@ -27,7 +27,6 @@ from pdproxy.planning.cost import (
     SharedHandOverCost,
     SharedLocalCost,
     SharedPrefillCost,
-    Stalls,
 )
 from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Plan
@@ -55,8 +54,8 @@ class CacheAware:
 
     Attributes:
         itl_budget: seconds for which a decode node's streams may get no token since it computes a prompt that a prefill
-            node could; 0: it never does. A node of both roles may be the best place all the same: there, what is above
-            it costs more.
+            node could; 0: it never does. Nodes of both roles compute beside their streams whatever it says: there, a
+            step takes as many prompt tokens as vLLM's ``--max-num-batched-tokens`` says.
     """
 
     itl_budget: float = ITL_BUDGET
@@ -123,8 +122,7 @@ class Comparison:
         self.prefill: PrefillCost
         self.hand_over: HandOverCost
         if candidates.shared:
-            stalls = Stalls(policy.itl_budget)
-            self.prefill = SharedPrefillCost(self.tokens, book, deepest, stalls, cached=bool(cached))
+            self.prefill = SharedPrefillCost(self.tokens, book, deepest, cached=bool(cached))
             self.hand_over = SharedHandOverCost(self.tokens, book)
         else:
             self.prefill = PrefillCost(self.tokens, book, deepest, cached=bool(cached))
@@ -135,8 +133,7 @@ class Comparison:
         book = self.candidates.book
         if not self.candidates.shared:
             return LocalCost(self.tokens, book)
-        stalls, cached = Stalls(self._policy.itl_budget), bool(self._hits[Role.DECODE])
-        return SharedLocalCost(self.tokens, book, self._deepest, stalls, cached=cached)
+        return SharedLocalCost(self.tokens, book, self._deepest, cached=bool(self._hits[Role.DECODE]))
 
     def hits(self, role: Role) -> "Sequence[_PlaceHit]":
         """The hits of places of a role."""

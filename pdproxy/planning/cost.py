@@ -21,11 +21,6 @@ from pdproxy.nodes.load import Load, PlaceLoad, Work
 from pdproxy.nodes.node import Node, NodeView, Role
 from pdproxy.planning.prefix import NO_HIT, Hit
 
-STALLED, OVER_BUDGET = 0.1, 0.5
-"""The cost of a second in which a stream gets no token since its node computes a prompt, in seconds of waiting for a
-first token; and what one costs above ``policy.itl_budget``, in addition."""
-ANSWER_SECONDS = 1.0
-"""The cost to an answer of being generated on a node that always computes prompts, too."""
 COPY_SHARE = 1.0
 """The part of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the
 first queue, with more than 1 it stays where prompts wait longer than the copy would have cost."""
@@ -199,44 +194,27 @@ class LocalCost:
         return self._per_token * place.local * max(place.queued, own)
 
 
-class Stalls:
-    """The cost to the streams of a place when it computes a prompt. ``budget``: `CacheAware.itl_budget`."""
-
-    __slots__ = ("_budget",)
-
-    def __init__(self, budget: float) -> None:
-        self._budget = budget
-
-    def cost(self, place: PlaceLoad, seconds: float) -> float:
-        """For a prompt that takes so long."""
-        streams = place.legs - place.prompts
-        return streams * (STALLED * seconds + OVER_BUDGET * max(0.0, seconds - self._budget))
-
-
 class SharedPrefillCost(PrefillCost):
     """The same where nodes have both roles: of their legs those are ahead whose prompts are still to be computed, and
-    the others are streams, which get no token meanwhile."""
+    the others are streams, which the prompt slows down (`Load.stall_weight`)."""
 
-    __slots__ = ("_stalls",)
-
-    def __init__(self, tokens: int, book: Load, deepest: int, stalls: Stalls, *, cached: bool) -> None:
-        super().__init__(tokens, book, deepest, cached=cached)
-        self._stalls = stalls
+    __slots__ = ()
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         return [self.at(view, view.lightest, NO_HIT).score for view in views]
 
     def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
         plain, fixed = super().at(view, place, hit), self._fixed
-        seconds = plain.seconds - (place.legs - place.prompts) * fixed * place.prefill
+        streams = place.legs - place.prompts
+        seconds = plain.seconds - streams * fixed * place.prefill
         own = (fixed + (self._tokens - hit.resume) * self._per_token) * place.prefill
-        added = seconds - plain.seconds + self._stalls.cost(place, own)
+        added = seconds - plain.seconds + streams * own * self._book.stall_weight
         return Estimate(plain.score + added / view.room, seconds, view, place, hit)
 
 
 class SharedHandOverCost(HandOverCost):
-    """The same where nodes have both roles: what is computed there first comes before the first token, and what will be
-    computed there later comes between tokens."""
+    """The same where nodes have both roles: what is computed there now comes before the first token, or soon after it,
+    and what will be computed there later comes between tokens."""
 
     __slots__ = ("_prompt_seconds",)
 
@@ -249,9 +227,9 @@ class SharedHandOverCost(HandOverCost):
 
     def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
         plain = super().at(view, place, hit)
-        seconds = plain.seconds + place.queued * self._prompt_seconds * place.prefill
-        score = plain.score + (seconds - plain.seconds + answer_stalls(self._book, place)) / view.room
-        return Estimate(score, seconds, view, place, hit)
+        first = place.queued * self._prompt_seconds * place.prefill
+        score = plain.score + (first + self._book.answer_stalls(place)) / view.room
+        return Estimate(score, plain.seconds + first, view, place, hit)
 
 
 class SharedLocalCost(SharedPrefillCost):
@@ -262,14 +240,9 @@ class SharedLocalCost(SharedPrefillCost):
 
     def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
         computing = super().at(view, place, hit)
-        seconds = computing.seconds + (place.crowd + 1) * SEQUENCE_SECONDS
-        score = computing.score + (seconds - computing.seconds + answer_stalls(self._book, place)) / view.room
-        return Estimate(score, seconds, view, place, hit)
-
-
-def answer_stalls(book: Load, place: PlaceLoad) -> float:
-    """Seconds that an answer waits, between its tokens, for prompts that its place will compute, as it did lately."""
-    return min(1.0, place.busy * book.busy_weight) * ANSWER_SECONDS
+        joining = (place.crowd + 1) * SEQUENCE_SECONDS
+        score = computing.score + (joining + self._book.answer_stalls(place)) / view.room
+        return Estimate(score, computing.seconds + joining, view, place, hit)
 
 
 def _least_crowd(views: Sequence[NodeView]) -> float:

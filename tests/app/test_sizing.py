@@ -10,6 +10,7 @@ from pdproxy.app.sizing import EVERY, SizingWatch
 from pdproxy.background import Background
 from pdproxy.nodes.demand import Limit, Wanted
 from pdproxy.nodes.node import Binding, Capacity
+from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.request import Endpoint
 from tests.nodes.fake_pool import settle
 from tests.orchestration.cluster import FakeCluster, read
@@ -87,3 +88,17 @@ async def test_the_advice_is_on_the_metrics_and_follows_the_time() -> None:
     finally:
         await background.aclose()
     await cluster.settle()
+
+
+async def test_a_prompt_on_a_node_of_both_roles_is_no_stream() -> None:
+    """One node carries a single stream as quickly as wanted; beside its stream it computes three prompts."""
+    cluster = FakeCluster(0, 0, shared=1)
+    with contextlib.ExitStack() as legs:
+        stream = legs.enter_context(cluster.pool.acquire("n0"))
+        for _ in range(3):
+            legs.enter_context(cluster.pool.acquire("n0", LegLoad(queued=100)))
+        stream.streamed(100, 2.0)
+        cluster.pool.load.demand.decoded(2, 100, 20.0)
+        watch = SizingWatch(cluster.context, WANTED)
+        watch.look()
+        assert (watch.advice().streams_each, watch.advice().decode) == (1, 1.0)

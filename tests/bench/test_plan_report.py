@@ -11,9 +11,9 @@ from deploy.bench.outcome import Outcome
 from deploy.bench.plan import Store, main
 from deploy.bench.plan_report import TABLES_BEGIN, Row, write_report, write_tables
 from deploy.bench.svg import Bar, bars
-from pdproxy.nodes.node import Role
+from pdproxy.nodes.node import DECODE, PREFILL
 
-ROLES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE}
+ROLES = {"p0": PREFILL, "p1": PREFILL, "d0": DECODE}
 
 
 def outcome(name: str = "hybrid", p0: int = 300) -> Outcome:

@@ -11,6 +11,7 @@ from deploy.bench.outcome import Outcome
 from deploy.bench.recorded import rescaled
 from deploy.bench.simulate import Fleet, Simulation
 from deploy.bench.traces import Request, Segment, Trace, without_sessions
+from pdproxy.nodes.node import Footprint
 from pdproxy.settings.types import Routing
 from tests.tables import spread
 
@@ -143,3 +144,53 @@ def test_a_request_comes_after_the_one_before_has_ended() -> None:
     began = simulation.clock.now()
     simulation.run(Trace("t", turns))
     assert simulation.clock.now() - began == pytest.approx(1 + 5 + 2 + 1 + 1, abs=0.01)
+
+
+# -- nodes that compute beside their streams, chunk by chunk
+
+CHUNKED = Fleet(0, 0, CacheShape(blocks=4096), 1000.0, 0.0, 1e9, hand_over=0.0, step=0.1, chunk=500, boths=1)
+
+
+def asked(*requests: tuple[float, int, int]) -> Trace:
+    """Requests at these seconds, of so many tokens in prompt and answer; no two have anything in common."""
+    return Trace(
+        "t", tuple(Request(at, None, None, (Segment(n, tokens),), out) for n, (at, tokens, out) in enumerate(requests))
+    )
+
+
+def test_a_chunk_of_a_prompt_gives_each_stream_a_token() -> None:
+    """Two chunks of half a second and the step that each is in; without chunks a stream waits for the whole prompt."""
+    trace = asked((0.0, 100, 21), (1.0, 1000, 1))
+    stream = run(Routing.CACHE, trace, CHUNKED).streams[-1]
+    assert stream.tokens == 20
+    assert stream.first_token == pytest.approx(0.2)
+    assert stream.seconds == pytest.approx(20 * 0.1 + 2 * 0.5, abs=0.01)
+    assert stream.longest == pytest.approx(0.6)
+    whole = run(Routing.CACHE, trace, dataclasses.replace(CHUNKED, chunk=0)).streams[-1]
+    assert whole.seconds == pytest.approx(20 * 0.1 + 1.0, abs=0.01)
+    assert whole.longest == pytest.approx(1.0)
+
+
+def test_streams_make_each_other_slower() -> None:
+    """One alone for a second, then both: a step of 0.15 s instead of 0.125."""
+    fleet = dataclasses.replace(CHUNKED, per_stream=0.025, prefill_rate=1e9)
+    first, second = run(Routing.CACHE, asked((0.0, 100, 41), (1.0, 100, 11)), fleet).streams[::-1]
+    assert second.seconds == pytest.approx(10 * 0.15, abs=0.02)
+    assert first.seconds == pytest.approx(1.0 + 1.5 + (40 - 1.0 / 0.125 - 10) * 0.125, abs=0.1)
+
+
+def test_a_ticket_is_used_once_the_prompt_before_it_is_computed() -> None:
+    """Of two equal nodes one computes a long prompt; an answer that is handed to it begins after that."""
+    fleet = dataclasses.replace(CHUNKED, boths=2)
+    streams = run(Routing.LEAST_LOADED, asked((0.0, 3000, 1), (0.1, 300, 1)), fleet).streams
+    assert max(each.first_token for each in streams) > 3.0
+
+
+def test_equal_nodes_answer_all_and_hold_nothing_after_it() -> None:
+    simulation = Simulation(Routing.CACHE, dataclasses.replace(CHUNKED, boths=3, prefill_rate=20_000.0))
+    outcome = simulation.run(SMALL["agents"])
+    assert len(outcome.streams) == len(SMALL["agents"].requests)
+    assert {(view.active, view.lightest.queued, view.footprint) for view in simulation.pool.snapshot().nodes} == {
+        (0, 0, Footprint())
+    }
+    assert {node.streams for node in simulation.nodes.values()} == {0}

@@ -237,6 +237,33 @@ def test_whatever_is_added_shares_are_finite_and_not_negative(added: list[tuple[
     assert 0 <= book.usual < math.inf
 
 
+# -- what a prompt costs streams
+
+
+def test_a_second_weighs_less_for_streams_as_answers_take_longer_than_prompts() -> None:
+    book, place = Load(), PlaceLoad()
+    assert (book.stall_weight, book.answer_stalls(place)) == (0.0, 0.0)
+    worked(book, {place: 0.5}, 300)
+    assert book.stall_weight == 0.0, "no answer was seen yet"
+    for _ in range(300):
+        book.streamed(1, 100, 5.0)
+    assert book.stall_weight == pytest.approx(book.usual / 5.0)
+    assert book.answer_stalls(place) == pytest.approx(share(book, place) * book.usual)
+    for _ in range(300):
+        book.streamed(1, 2, 0.01)
+    assert book.stall_weight == 1.0, "and never more than a first token's second"
+
+
+@given(st.lists(st.tuples(st.floats(0, 600), st.floats(0, 1e6)), max_size=40))
+def test_whatever_took_how_long_the_weight_of_streams_is_a_share(seen: list[tuple[float, float]]) -> None:
+    book, place = Load(), PlaceLoad()
+    for second, (prompt, answer) in enumerate(seen):
+        book.prefilled(place, 1, prompt, second, second + prompt)
+        book.streamed(1, 10, answer)
+        assert 0 <= book.stall_weight <= 1
+        assert 0 <= book.answer_stalls(place) < math.inf
+
+
 # -- what places still have to do
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdproxy.nodes.load import Load, PlaceLoad
 from pdproxy.nodes.node import (
     BOTH,
     DECODE,
@@ -20,9 +21,10 @@ from pdproxy.nodes.node import (
     State,
 )
 from pdproxy.planning.cache_aware import CacheAware
+from pdproxy.planning.cost import SharedHandOverCost, SharedLocalCost
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, RoutingPolicy, choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput
-from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place, PromptHits
 from pdproxy.planning.session import Session
 from pdproxy.reasons import LocalReason, RouteReason
 from pdproxy.settings.types import OnPrefillFailure
@@ -141,25 +143,42 @@ def test_idle_equal_nodes_hand_nothing_over() -> None:
     assert (made.prefill, made.local) == (None, LocalReason.ALONE)
 
 
-def test_where_streams_run_less_is_computed() -> None:
-    """The budget is 0.1 s, the prompt takes about half a second: it is computed on the node without streams."""
-    assert make(view("n1", streams=20), view("n2")).computing.name == "n2"
-    assert make(view("n1", streams=3), view("n2", queued=800)).computing.name == "n2"
-
-
-def test_a_long_queue_costs_more_than_the_streams() -> None:
-    assert make(view("n1", streams=2), view("n2", queued=30_000)).computing.name == "n1"
-
-
-def test_an_answer_is_generated_where_little_is_computed() -> None:
-    """n2 has the prompt cached, and computes short prompts for a fifth of its time; n1 takes the answer."""
-    views = view("n1"), view("n2")
+def make_after(answer_seconds: float, *views: NodeView) -> Plan:
+    """A plan where prompts took half a second, and answers so long."""
     snapshot = Snapshot(views)
-    for tenth in range(600):
-        snapshot.load.prefilled(views[1].lightest, 1, 0.02, tenth / 10, tenth / 10)
-    prefix = PromptHits(TOKENS, HitSource.EVENTS, {Place("n2"): Hit(3900, 3900)})
-    made = plan(snapshot, PlanInput("m", prefix=prefix, tokens=TOKENS), PlanPolicy(CacheAware()), 0)
+    for second in range(300):
+        snapshot.load.prefilled(PlaceLoad(), 1, 0.5, second, second)
+        snapshot.load.streamed(1, 100, answer_seconds)
+    return plan(snapshot, PlanInput("m", tokens=TOKENS), PlanPolicy(CacheAware()), 0)
+
+
+def test_a_prompt_is_computed_where_fewer_streams_run() -> None:
+    assert make_after(5.0, view("n1", streams=20), view("n2", streams=10)).computing.name == "n2"
+
+
+def test_streams_weigh_less_the_longer_answers_are() -> None:
+    """The other node's queue takes a second, and each stream is slower for half a second."""
+    views = view("n1", streams=10), view("n2", queued=8000)
+    assert make_after(1.0, *views).computing.name == "n2"
+    assert make_after(50.0, *views).computing.name == "n1"
+
+
+def test_an_answer_is_generated_where_few_streams_run() -> None:
+    """n2 has the prompt cached, and 40 streams: each step there is longer by as many."""
+    made = make(view("n1"), view("n2", streams=40), hits={"n2": (3900, 3900)})
     assert names(made) == ("n2", "n1")
+
+
+@pytest.mark.parametrize("cost", ["hand over", "alone"])
+def test_an_answer_costs_more_where_prompts_were_computed_lately(cost: str) -> None:
+    book, idle, busy = Load(), view("n1"), view("n2")
+    for second in range(60):
+        book.prefilled(busy.lightest, 1, 0.5, second, second)
+        book.streamed(1, 100, 3.0)
+    costs = SharedHandOverCost(TOKENS, book) if cost == "hand over" else SharedLocalCost(TOKENS, book, 0, cached=False)
+    more = costs.at(busy, busy.lightest, NO_HIT).score - costs.at(idle, idle.lightest, NO_HIT).score
+    assert more == pytest.approx(book.answer_stalls(busy.lightest))
+    assert more > 0.1
 
 
 def test_who_has_the_prompt_goes_on_with_it() -> None:
