@@ -296,7 +296,7 @@ The first step that is still possible is taken:
   stream's count starts anew once the client has got more of it.
 - *aborted* is an answer of status 200 that the engine gave up: vLLM's finish reason `abort`. So it answers what arrives
   while it shuts down, and some requests at any time: vLLM 0.32 ends a chat stream with `use_beam_search` without a
-  finish reason. Of its answers on `/v1/messages` the reason to stop is missing, and those on `/v1/responses` are
+  finish reason. Its answers on `/v1/messages` lack the reason to stop, and those on `/v1/responses` are
   `completed` without an output token. An answer of `/v1/responses` in one piece, or a stream without a journal, that is
   aborted after its first token cannot be told from a whole one.
 - If no node is left for a step, the row's last step applies.

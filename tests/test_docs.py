@@ -160,3 +160,34 @@ def test_a_docstring_that_hides_its_subject_is_found() -> None:
         assert HIDDEN.search(text)
     for text in ('"""The node\'s name."""', '"""Whether it waits."""', '"""Items of the list."""'):
         assert not HIDDEN.search(text)
+
+
+SENTENCE = re.compile(r"(?:^|(?<=[.!?:] )|(?<=\*\*))(?:Of|What|Whatever|Whoever) [^.?!:]*[.?!:]?")
+"""A sentence that hides its subject; "It" and "That" may have one in the sentence before."""
+
+
+def passages(text: str) -> Iterator[str]:
+    """The paragraphs, items and cells of a page, each on one line; headings are left out."""
+    for block in re.split(r"\n\s*\n|\n(?= *(?:-|\d+\.) )|\n(?=[|#])", text):
+        line = " ".join(block.split())
+        if line.startswith("|"):
+            yield from (cell.strip() for cell in line.strip("|").split(" | "))
+        elif not line.startswith("#"):
+            yield re.sub(r"^(?:-|\d+\.) ", "", line)
+
+
+def hidden_subjects(text: str) -> list[str]:
+    """The sentences of a page that begin with "Of" or "What" and are no questions."""
+    found = (sentence for passage in passages(text) for sentence in SENTENCE.findall(passage))
+    return [sentence for sentence in found if not sentence.endswith("?")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_sentences_begin_with_their_subject(page: Path) -> None:
+    assert hidden_subjects(prose(page)) == []
+
+
+def test_a_sentence_that_hides_its_subject_is_found() -> None:
+    text = "So:\n- Of these one.\n\n**What it costs.** Little. Whatever\ncomes stays. What? No.\n\n| a | What b |"
+    assert hidden_subjects(text) == ["Of these one.", "What it costs.", "Whatever comes stays.", "What b"]
+    assert hidden_subjects("# What follows\n\nSee what follows. Often so: two.") == []
