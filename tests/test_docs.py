@@ -18,6 +18,7 @@ CHANGELOG = ROOT / "CHANGELOG.md"
 """The changelog names files that are gone; its links must work."""
 CODE_PAGES = [ROOT / "CONTRIBUTING.md", ARCHITECTURE, *sorted(ROOT.glob("docs/decisions/*.md"))]
 """Pages in which every Python file is ours."""
+TEXTS = frozenset({".py", ".yaml", ".yml", ".md", ".txt", ".html", ".tpl", ".toml", ".json", ".Dockerfile"})
 SHORT = (ROOT, ROOT / "pdproxy", ROOT / "connector")
 """Where a path in a page about code begins."""
 
@@ -91,6 +92,23 @@ def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
     assert [name_of(file) for file, _ in links(page) if not file.exists()] == []
     dead = [(name_of(file), anchor) for file, anchor in links(page) if anchor and anchor not in anchors(file)]
     assert dead == []
+
+
+def mentions() -> Iterator[tuple[str, Path, str]]:
+    """The pages that other files name, such as comments, messages and alerts: who names it, the page, the heading."""
+    folders = ("pdproxy", "connector", "deploy", "helm", "tests", ".github")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in TEXTS]
+    for file in [*files, ROOT / "compose.yaml", ROOT / ".env.example", ROOT / "Makefile", ROOT / "pyproject.toml"]:
+        for page, anchor in re.findall(r"(?<![\w/.])docs/([\w/-]+\.md)(?:#([\w-]+))?", text_of(file)):
+            yield name_of(file), ROOT / "docs" / page, anchor
+
+
+def test_pages_that_other_files_name_exist() -> None:
+    named = list(mentions())
+    assert len(named) > 50
+    gone = [(name, name_of(page), anchor) for name, page, anchor in named if not page.exists()]
+    assert gone == []
+    assert [(name, anchor) for name, page, anchor in named if anchor and anchor not in anchors(page)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -1,7 +1,7 @@
 """`python -m deploy.bench.roles`: nodes of both roles beside every fixed split of as many nodes, simulated.
 
 A figure is the share of requests whose first token and whose mean time between tokens (vLLM's TPOT) are within bounds.
-With ``--write`` the tables go into ``docs/roles.md``.
+With ``--write PAGE`` the tables go into that page.
 """
 
 import argparse

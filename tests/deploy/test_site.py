@@ -124,15 +124,13 @@ async def test_the_copy_button_takes_the_commands_alone(site: Path, browser: str
 
 
 def test_links_lead_to_the_same_place_from_the_site() -> None:
-    page = (
-        "[a](../docs/nodes.md#roles), [b](../helm/pdproxy/README.md#keys), [c](../compose.yaml) and [d](https://e.f/)"
-    )
-    assert with_links(page, "docs/decisions.md") == (
-        "[a](nodes.md#roles), [b](chart.md#keys), [c](https://github.com/pdproxy/pdproxy/blob/main/compose.yaml)"
+    page = "[a](../docs/nodes.md#data-parallel-nodes), [b](../helm/pdproxy/README.md#keys), [c](../compose.yaml) and [d](https://e.f/)"
+    assert with_links(page, "docs/gateway.md") == (
+        "[a](nodes.md#data-parallel-nodes), [b](chart.md#keys), [c](https://github.com/pdproxy/pdproxy/blob/main/compose.yaml)"
         " and [d](https://e.f/)"
     )
-    assert with_links("[a](../nodes.md) [b](#here)", "docs/decisions/roles.md") == "[a](../nodes.md) [b](#here)"
-    assert with_links("[a](../../docs/decisions/roles.md)", "helm/pdproxy/README.md") == "[a](decisions/roles.md)"
+    assert with_links("[a](../nodes.md) [b](#here)", "docs/decisions/sizing.md") == "[a](../nodes.md) [b](#here)"
+    assert with_links("[a](../../docs/decisions/sizing.md)", "helm/pdproxy/README.md") == "[a](decisions/sizing.md)"
 
 
 def test_marked_headings_become_tabs() -> None:
