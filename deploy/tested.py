@@ -62,6 +62,7 @@ KINDS = (
     Kind("Qwen3-Next", "Qwen3-Next", "GDN"),
     Kind("Qwen3.5", "Qwen3.5, 3.6 (`Qwen3_5ForConditionalGeneration`), text", "GDN"),
     Kind("Qwen3.6-MoE", "the same with experts (`Qwen3_5MoeForConditionalGeneration`), text", "GDN"),
+    Kind("Kimi-Linear", "Kimi-Linear", "KDA, beside MLA"),
     Kind("Nemotron-H", "Nemotron-H, Nemotron Nano", "Mamba-2, several groups"),
     Kind("Granite-4", "Granite-4", "Mamba-2, one group", "refused"),
     Kind("Falcon-H1", "Falcon-H1", "Mamba-2, one group", "refused"),

@@ -75,10 +75,23 @@ async def running_proxy(
     prefill, decode = FakeNode("prefill", fabric), FakeNode("decode", fabric)
     prefill.dialect = prefill_dialect
     prefill.prefix = decode.prefix = prefix
+    async with starting_proxy(settings, prefill, decode, key) as made:
+        async with asyncio.timeout(SOON):
+            await until_serving(made.operator)
+        async with asyncio.timeout(SOON):
+            await until(made.operator, *(up(f"{role}-0", role) for role in Role))
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def starting_proxy(
+    settings: Settings, prefill: FakeNode, decode: FakeNode, key: str = "none"
+) -> AsyncIterator[RunningProxy]:
+    """The same before these nodes serve."""
     async with LoopbackNode(prefill) as left, LoopbackNode(decode) as right:
         nodes = tuple(
-            ConfiguredNode(url=node.url + prefix, roles=(role,), model="m")
-            for node, role in ((left, Role.PREFILL), (right, Role.DECODE))
+            ConfiguredNode(url=node.url + fake.prefix, roles=(role,), model="m")
+            for node, fake, role in ((left, prefill, Role.PREFILL), (right, decode, Role.DECODE))
         )
         authorities = settings.upstream.ca_file or CERTIFICATE
         upstream = settings.upstream.model_copy(update={"ca_file": authorities})
@@ -88,12 +101,7 @@ async def running_proxy(
             plain_client(url, headers=bearer(key)) as client,
             operator_of(running) as operator,
         ):
-            made = RunningProxy(client, operator, prefill, decode, running)
-            async with asyncio.timeout(SOON):
-                await until_serving(operator)
-            async with asyncio.timeout(SOON):
-                await until(operator, *(up(f"{role}-0", role) for role in Role))
-            yield made
+            yield RunningProxy(client, operator, prefill, decode, running)
 
 
 def operator_of(running: Proxy) -> httpx.AsyncClient:

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
 
 from connector.config import ConfigError
 from connector.kv_groups import require_movable_states
@@ -239,7 +239,8 @@ def test_a_model_whose_states_nixl_does_not_know_is_refused_at_start() -> None:
 class Pages:
     """A model's attention layers: KV heads of the whole model and of this layer, and how a rank lays out its pages.
 
-    `padding`: cells at the end of a page. `apart`: keys and values have cells of their own, all keys first.
+    `padding`: cells at the end of a page. `apart`: keys and values have cells of their own, all keys first. `latent`:
+    one for all heads (MLA), which every rank has whole.
     """
 
     heads: int = 4
@@ -247,10 +248,11 @@ class Pages:
     layout: str = "LBHNC"
     padding: int = 0
     apart: bool = False
+    latent: bool = False
     tokens: int = 2
 
     def mine(self, rank: int, ranks: int) -> list[int]:
-        return share(self.of_layer or self.heads, rank, ranks)
+        return [0] if self.latent else share(self.of_layer or self.heads, rank, ranks)
 
     def cells(self, rank: int, ranks: int) -> list[Any]:
         heads = self.mine(rank, ranks)
@@ -263,6 +265,8 @@ class Pages:
 
     def spec(self, ranks: int) -> FullAttentionSpec:
         """A cell has four bytes; one for a key alone, or a value alone, too."""
+        if self.latent:
+            return MLAAttentionSpec(block_size=self.tokens, num_kv_heads=1, head_size=2, dtype=torch.bfloat16)
         heads = len(self.mine(0, ranks))
         more: dict[str, Any] = {"num_head_slots": 2 * heads, "state_content_bytes": ELEMENT} if self.apart else {}
         if self.padding:
@@ -278,18 +282,18 @@ def read_page(pages: Pages, sizes: tuple[int, int], rank: int) -> list[Any]:
     """What a rank's page holds after a read; as a hybrid model's, of which vLLM checks no block length."""
     giving, taking = sizes
     topology = TransferTopology(
-        tp_rank=rank, tp_size=taking, block_size=pages.tokens, engine_id="own", is_mla=False, is_mamba=True,
+        tp_rank=rank, tp_size=taking, block_size=pages.tokens, engine_id="own", is_mla=pages.latent, is_mamba=True,
         total_num_kv_heads=pages.heads, attn_backends=[],
     )  # fmt: skip
     topology.register_remote_engine("peer", EngineTransferInfo(giving, 1, pages.tokens, 1))
-    plan = compute_tp_mapping(topology, giving, (FullAttentionSpec,))
+    plan = compute_tp_mapping(topology, giving, (type(pages.spec(1)),))
     length = len(pages.cells(rank, taking)) * ELEMENT
     worker: Any = SimpleNamespace(
-        transfer_topo=topology, _group_spec_types=(FullAttentionSpec,), _transfer_layer_region_indices=(),
-        _is_region_replicated=lambda region: False, block_len_per_layer=[length], num_regions=1, region_num_blocks=[1],
-        _stack_descs=NixlBaseConnectorWorker._stack_descs, _ple_region_index=None,
+        transfer_topo=topology, _group_spec_types=(type(pages.spec(1)),), _transfer_layer_region_indices=(),
+        _is_region_replicated=lambda region: pages.latent, block_len_per_layer=[length], num_regions=1,
+        region_num_blocks=[1], _stack_descs=NixlBaseConnectorWorker._stack_descs, _ple_region_index=None,
     )  # fmt: skip
-    worker._fa_desc_replicated = lambda count, ratio=1: [False] * count
+    worker._fa_desc_replicated = lambda count, ratio=1: [pages.latent] * count
     meta: Any = SimpleNamespace(
         kv_caches_base_addr=[0], region_num_blocks=[1], num_blocks=1, device_id=0, block_strides=[0]
     )
@@ -322,6 +326,7 @@ LAYERS = {
     "one head, tokens first": Pages(1, layout="LBNHC"),
     "padded pages": Pages(4, padding=3),
     "keys and values apart": Pages(4, apart=True),
+    "one latent for all heads": Pages(8, latent=True),
 }
 
 

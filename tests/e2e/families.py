@@ -22,7 +22,10 @@ from tests.e2e.cpu_mamba import TEXT_ONLY
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 METADATA = "Metadata-Version: 2.1\nName: cpu-mamba\nVersion: 1\n"
-ENTRY_POINTS = "[vllm.general_plugins]\ncpu_mamba = tests.e2e.cpu_mamba:register\n"
+ENTRY_POINTS = """[vllm.general_plugins]
+cpu_mamba = tests.e2e.cpu_mamba:register
+cpu_kimi = tests.e2e.cpu_kimi:register
+"""
 COMMON: Mapping[str, Any] = {
     "vocab_size": 1024, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
     "intermediate_size": 256, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
@@ -141,13 +144,28 @@ def qwen3_5_moe() -> Any:
     return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config={**VISION}, **MARKS))
 
 
+def kimi_linear() -> Any:
+    """Kimi delta attention, whose states decay by channel, and multi-head latent attention; with experts."""
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    kept = {"num_heads": 2, "head_dim": 64, "short_conv_kernel_size": 4}
+    return KimiLinearForCausalLM(
+        KimiLinearConfig(
+            **{**COMMON, "num_key_value_heads": 2}, num_hidden_layers=3, kv_lora_rank=256, qk_nope_head_dim=64,
+            qk_rope_head_dim=64, v_head_dim=64, mla_use_nope=True, num_experts=4, num_experts_per_token=4,
+            moe_intermediate_size=64, num_shared_experts=1, first_k_dense_replace=0,
+            linear_attn_config={**kept, "kda_layers": [1, 2], "full_attn_layers": [3]},
+        )
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models. `make`: the tiny model.
 
     `dtype`: of the nodes; vLLM's CPU kernels of gated delta nets take bfloat16 alone. `rounding`: by how many nats a
     log-probability may be off for that. `refused`: the part of the fingerprint for which nodes of one and of two ranks
-    refuse each other.
+    refuse each other. `plugin`: stands in for what vLLM's CPU build lacks.
     """
 
     name: str
@@ -156,6 +174,7 @@ class Family:
     rounding: float = 1e-4
     refused: str | None = None
     arguments: tuple[str, ...] = ()
+    plugin: str = "cpu_mamba"
 
 
 GRANITE = Family("Granite-4", granite, refused="state_groups")
@@ -165,6 +184,7 @@ JAMBA = Family("Jamba", jamba)
 LFM2 = Family("LFM2", lfm2)
 QWEN3_NEXT = Family("Qwen3-Next", qwen3_next, "bfloat16", rounding=0.25)
 QWEN3_5 = Family("Qwen3.5", qwen3_5, "bfloat16", rounding=0.25, arguments=(TEXT_ONLY,))
+KIMI_LINEAR = Family("Kimi-Linear", kimi_linear, plugin="cpu_kimi")
 QWEN3_5_MOE = Family("Qwen3.6-MoE", qwen3_5_moe, "bfloat16", rounding=0.25, arguments=(TEXT_ONLY,))
 
 
@@ -201,7 +221,7 @@ def family_node(spec: NodeSpec, family: Family, model: Path, folder: Path) -> No
     (installed / "METADATA").write_text(METADATA, encoding="utf-8")
     (installed / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
     paths = filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH")))
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "VLLM_PLUGINS": f"{PLUGINS},cpu_mamba"}
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "VLLM_PLUGINS": f"{PLUGINS},{family.plugin}"}
     return replace(
         spec,
         model=model,

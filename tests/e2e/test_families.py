@@ -27,6 +27,7 @@ from tests.e2e.families import (
     FALCON_H1,
     GRANITE,
     JAMBA,
+    KIMI_LINEAR,
     LFM2,
     NEMOTRON_H,
     QWEN3_5,
@@ -178,7 +179,7 @@ def hand_over(give: Node, take: Node, prompt: list[int]) -> Said:
 
 SHORT = (GRANITE, JAMBA)
 """One of each kind of state; gated delta nets are those of the model in all other end-to-end tests."""
-LONG = (NEMOTRON_H, FALCON_H1, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+LONG = (KIMI_LINEAR, NEMOTRON_H, FALCON_H1, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 CASES = [*SHORT, *(pytest.param(family, marks=pytest.mark.long) for family in LONG)]
 
 
