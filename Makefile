@@ -39,7 +39,7 @@ MEASURED := tests/app/test_held_bodies.py tests/app/test_memory.py tests/bench/t
 # What imports vLLM runs apart: loading it takes eight seconds of CPU. Of the connector's tests those that need no vLLM
 # are in the other half; a new file is taken to need it.
 NEED_NO_VLLM := $(wildcard $(patsubst %,tests/connector/test_%.py,adapters checkpoint config counters fingerprint \
-	hand_overs journal leases liveness messages metadata_requests model_settings notifs peer_engines peers \
+	hand_overs journal keep_orders leases liveness messages metadata_requests model_settings notifs peer_engines peers \
 	prompt_digest resolver resume_order side_channel ticket transfer_params verifier zmtp))
 WITH_VLLM := $(filter-out $(NEED_NO_VLLM) $(MEASURED),$(wildcard tests/connector/test_*.py)) tests/connector/tiers tests/vllm_compat \
 	tests/seeds tests/upstream tests/events/test_vllm_publisher.py

@@ -8,10 +8,10 @@ Both are raised only while a node starts: nothing that arrives in a request rais
 
 Settings are read once in each process, from `kv_connector_extra_config`: `pdproxy_key_file`, `pdproxy_allowed_hosts`,
 `pdproxy_read_deadline`, `pdproxy_probe_timeout`, `pdproxy_verify_timeout`, `pdproxy_progress_delay`,
-`pdproxy_side_channel_connections`, `pdproxy_weights_label`, `pdproxy_allow_untested_vllm`, and vLLM's
-`kv_lease_duration`. vLLM logs that extra config, so ticket keys never stand in it: they come from a file (one key per
-line, `#` starts a comment) or from the environment variable `PDPROXY_TICKET_KEYS` (separated by commas). The first key
-signs, all verify. A running node takes new ones from the file (`ticket_keys`).
+`pdproxy_side_channel_connections`, `pdproxy_weights_label`, `pdproxy_keep_share`, `pdproxy_allow_untested_vllm`, and
+vLLM's `kv_lease_duration`. vLLM logs that extra config, so ticket keys never stand in it: they come from a file (one
+key per line, `#` starts a comment) or from the environment variable `PDPROXY_TICKET_KEYS` (separated by commas). The
+first key signs, all verify. A running node takes new ones from the file (`ticket_keys`).
 """
 
 import hashlib
@@ -72,6 +72,7 @@ class ConnectorConfig:
     `side_channel_connections`: how many a prefill node keeps open in all; of one peer, half as many.
     `progress_delay`: of NIXL's progress thread; 0 lets it spin, None chooses by the node's device.
     `weights_label`: the operator's word for the weights, which goes into the fingerprint.
+    `keep_share`: of the cache's blocks, what is kept for conversations' next turns at most; 0 keeps nothing.
     """
 
     role: Role
@@ -85,6 +86,7 @@ class ConnectorConfig:
     side_channel_connections: int = 2048
     key_file: str | None = None
     weights_label: str = ""
+    keep_share: float = 0.3
 
     @classmethod
     def from_extra(
@@ -117,6 +119,7 @@ class ConnectorConfig:
             lease_duration=_seconds(extra, "kv_lease_duration", 30.0),
             side_channel_connections=_integer(extra, "pdproxy_side_channel_connections", 2048, range(16, 65537)),
             weights_label=str(extra.get("pdproxy_weights_label", "")),
+            keep_share=_share(extra.get("pdproxy_keep_share", 0.3)),
         )
 
 
@@ -135,6 +138,7 @@ def from_vllm(kv_transfer_config: Any, environ: Mapping[str, str]) -> ConnectorC
         "pdproxy_progress_delay",
         "pdproxy_side_channel_connections",
         "pdproxy_weights_label",
+        "pdproxy_keep_share",
     )
     extra = {name: value for name in names if (value := get(name, None)) is not None}
     return ConnectorConfig.from_extra(
@@ -200,6 +204,12 @@ def _delay(value: Any) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ConfigError(f"pdproxy_progress_delay is {value!r}: use 0 (spin) or a number of seconds up to 1.")
+    return float(value)
+
+
+def _share(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"pdproxy_keep_share is {value!r}: use a share of the cache's blocks, from 0 to 1.")
     return float(value)
 
 

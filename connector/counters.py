@@ -64,6 +64,44 @@ class KeyChange(StrEnum):
     """The file cannot be used: the node keeps the keys that it has. Counted at each look."""
 
 
+class KeepEnd(StrEnum):
+    """How a keep for a conversation's next turn ended (`keeps`)."""
+
+    HIT = "hit"
+    """The next turn's prompt was resumed at its end."""
+    MISSED = "missed"
+    """The next turn came, and its prompt goes on from less than what was kept."""
+    REPLACED = "replaced"
+    """By another one of the same conversation, without a turn between them."""
+    EXPIRED = "expired"
+    FORGOTTEN = "forgotten"
+    """A client or an operator ended it."""
+    NEED = "need"
+    """A request needed a block, and all others were in use or kept."""
+    SHARE = "share"
+    """Another keep needed its blocks of the share of the cache that is for keeps."""
+
+
+class NotKept(StrEnum):
+    """Why nothing is kept after a turn."""
+
+    NOTHING_CACHED = "nothing_cached"
+    TOO_LARGE = "too_large"
+    """More than the share of the cache that is for keeps, or than what those leave of it whose next turn waits."""
+    NOT_ASKED = "not_asked"
+    """The order was for no time. Not counted."""
+    OFF = "off"
+    """The share is 0. Not counted."""
+
+
+class WaitEnd(StrEnum):
+    """How it ended that a waiting prompt kept what it will resume from."""
+
+    ADMITTED = "admitted"
+    GONE = "gone"
+    NEED = "need"
+
+
 _GROUPS = ("attention", "state")
 _RESUME_REFUSALS = (
     RefusalReason.NOT_AN_OBJECT,
@@ -95,6 +133,11 @@ COUNTERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "side_channel_closed": {"reason": tuple(CloseReason)},
     "side_channel_refused": {"reason": _UNSIGNED},
     "key_file_changes": {"outcome": tuple(KeyChange)},
+    "keeps_begun": {},
+    "keeps_ended": {"reason": tuple(KeepEnd)},
+    "keeps_refused": {"reason": (NotKept.NOTHING_CACHED, NotKept.TOO_LARGE)},
+    "keep_tokens": {"kind": ("kept", "hit")},
+    "waiting_holds_ended": {"reason": tuple(WaitEnd)},
 }
 """Every counter: its labels, and every value that a label may have. All series stand at 0 from the start: `rate()` does
 not see the first event of a series that begins with it."""
@@ -112,6 +155,8 @@ GAUGES: Mapping[str, tuple[str, ...]] = {
     "fingerprint": ("part", "value"),
     "hashing": ("algorithm", "unit", "block_size", "drops_unit", "states", "root"),
     "barred_peers": (),
+    "keeps": (),
+    "keep_blocks": (),
 }
 """Every gauge with the names of its labels."""
 
@@ -229,6 +274,30 @@ class Counters:
     def key_file_changed(self, outcome: KeyChange) -> None:
         """A look into the file of ticket keys found other ones, or what cannot be used."""
         self._add("key_file_changes", (outcome,), 1)
+
+    def keep_begun(self, tokens: int) -> None:
+        """So many tokens are kept for a conversation's next turn."""
+        self._add("keeps_begun", (), 1)
+        self._add("keep_tokens", ("kept",), tokens)
+
+    def keep_refused(self, reason: NotKept) -> None:
+        """A turn asked for a keep, and nothing is kept."""
+        self._add("keeps_refused", (reason,), 1)
+
+    def keep_ended(self, reason: KeepEnd, *, hit: int = 0) -> None:
+        """A keep ended; `hit`: tokens that the next turn resumed from it."""
+        self._add("keeps_ended", (reason,), 1)
+        self._add("keep_tokens", ("hit",), hit)
+
+    def keeps(self, number: int, *, blocks: int) -> None:
+        """So many keeps there are now, of so many different blocks."""
+        with self._lock:
+            self._gauges["keeps", ()] = number
+            self._gauges["keep_blocks", ()] = blocks
+
+    def wait_ended(self, reason: WaitEnd) -> None:
+        """A waiting prompt no longer keeps what it resumes from."""
+        self._add("waiting_holds_ended", (reason,), 1)
 
     def verify_seconds(self, seconds: float) -> None:
         """From a read's last byte to its verdict."""

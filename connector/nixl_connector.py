@@ -6,12 +6,14 @@ Scheduler process: `scheduler.ConnectorScheduler`, on the engine's thread, one p
     Scheduler.add_request (wrapped here) ─ on_new_request ──► `transfer_params` validates the request's
         `kv_transfer_params`: valid → a fresh, clean dict on the request; refused → None, a log line, a count. Only then
         does vLLM's own on_new_request run (truncation on the prefill node, heartbeats on the decode node).
-        Before all of it `resumed_requests` carries out a resume order, if the request has one.
+        Before all of it `resumed_requests` carries out a resume order, if the request has one. After it `keeps` looks
+        up what the prompt will resume from, which from now on is evicted last.
     schedule ─ get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta ──► vLLM's; then
         `metadata.ConnectorMetadata` adds a `ReadOrder` for each read, the readers of each new lease, the releases.
     update_from_output ─ update_connector_output ──► first `metadata.WorkerReport` (reads seen → `leases`; reads ended →
         `decode_reads`: count, quarantine), then `finished_sending` → the lease ends; vLLM frees blocks after it.
-    request end ─ request_finished_all_groups ──► `prefill_tickets` issues the signed `ticket` and opens a lease.
+    request end ─ request_finished_all_groups ──► `prefill_tickets` issues the signed `ticket` and opens a lease;
+        `keeps` keeps what the conversation's next turn will resume from, if the request asked for it.
     set_xfer_handshake_metadata ──► completes the `node_fingerprint`, which goes into tickets and decides which are
         accepted; starts `side_channel.Listener` in the place of vLLM's. Its thread answers decode nodes' questions by
         `ConnectorScheduler.verify(engine id, alias, nonce)`.
@@ -36,6 +38,9 @@ On the wire (HTTP), all under `kv_transfer_params`:
     decode leg    the answer's dict, as it is; with "pdproxy_explain": true, what became of it is in the answer
                   (`read_reports`)
     release       {"pdproxy_release": ID} with any one-token request to the same node and data-parallel rank
+    keep          {"pdproxy_keep": {"id": ID, "seconds": S}} beside any of these, or alone (`keep_orders`); the answer
+                  has {"pdproxy_kept": {"hit", "tokens", "blocks", "why"}} (`keeps`)
+    forget        {"pdproxy_forget": [ID, ...]} beside any of these, or alone, as a release is sent
     resumed       {"pdproxy_resume": ...} beside any of these, or alone: `resume_order`; made by the node itself
 On the wire between nodes (the side channel): `messages`, over `zmtp` frames, served by `tcp_server`.
 
@@ -55,7 +60,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from . import __version__
@@ -67,6 +72,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.interface import SchedulerInterface
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreRequest
@@ -74,14 +80,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from .admission import FreeBlocks
-    from .decode_reads import BlockPool
-    from .resume_boundary import PrefixCache
     from .scheduler import ConnectorScheduler
     from .worker import ConnectorWorker
-
-    class _Pool(BlockPool, FreeBlocks, PrefixCache, Protocol):
-        """vLLM's `BlockPool`, as far as it is used here."""
 
 
 with vllm_names():
@@ -136,12 +136,11 @@ class NixlConnector(NixlPullConnector):
         """No (vLLM 0.33 calls this): tickets would outlive the memory that they name."""
         return False
 
-    def bind_gpu_block_pool(self, gpu_block_pool: _Pool) -> None:
-        """vLLM's block pool, once it exists; scheduler's process only."""
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """vLLM's cache, once it exists; scheduler's process only."""
+        super().bind_kv_cache_manager(kv_cache_manager)
         if self.connector_scheduler is not None:
-            self.connector_scheduler.quarantine.bind(gpu_block_pool)
-            self.connector_scheduler.admission.bind(gpu_block_pool)
-            self.connector_scheduler.local_hits.bind(gpu_block_pool)
+            self.connector_scheduler.bind(kv_cache_manager)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """This rank's report to the scheduler side after a step."""
@@ -281,6 +280,7 @@ def node_info(vllm_config: VllmConfig, config: ConnectorConfig, environ: Mapping
         "tp_size": str(vllm_config.parallel_config.tensor_parallel_size),
         "ssm_layout": os.environ.get(STATE_LAYOUT, "default"),
         "failure_policy": str(transfer.kv_load_failure_policy),
+        "keep_share": f"{config.keep_share:g}",
         "lease_seconds": f"{config.lease_duration:g}",
         "side_channel": _address(envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT),
         "signed": str(bool(config.keys)).lower(),

@@ -19,6 +19,8 @@ from .config import ConnectorConfig
 from .decode_reads import PromptTokens, Quarantine, ReadTracker, TicketToReturn, TokenAccounting
 from .fingerprint import Fingerprint
 from .idle_rest import IdleRest
+from .keep_orders import Orders, orders_in
+from .keeps import Keeps
 from .kv_groups import count_blocks, group_shapes, sequence_blocks
 from .messages import Verdict
 from .metadata import ConnectorMetadata, WorkerReport
@@ -45,7 +47,7 @@ from .weights import Adapters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -58,6 +60,7 @@ _NO_ROOM = (
 )
 _NEVER_ISSUED = "the ticket names this engine, which has not issued it: no two nodes may have the same engine_id"
 _REFUSED = "Request %s: kv_transfer_params refused (%s): %s. Computing locally."
+_NO_KEEP = "Request %s: what its kv_transfer_params say of keeps is refused: %s."
 
 ALIAS_BYTES = 18
 """Random bytes in an alias, as 24 characters: it cannot be guessed."""
@@ -85,6 +88,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         self.quarantine = Quarantine()
         self._sizes = sequence_blocks(vllm_config, kv_cache_config)
         self.admission = Admission(self._sizes, lambda: self.quarantine.blocks)
+        self.keeps = Keeps(config.keep_share, self.counters, time.monotonic)
         self._shared = SharedCache(kv_cache_config.num_blocks, decodes=config.role.decodes)
         self._reads = ReadTracker(self.counters, self.quarantine, self._ranks, lambda: secrets.token_hex(8))
         self.set_fingerprint(self._fingerprint)
@@ -96,6 +100,14 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         at_once = vllm_config.max_concurrent_batches
         self.rest = IdleRest(at_once, self._leases, self._reads, self.quarantine, self._paths)
         self.resumed = ResumedRequests(engine_secret(os.environ), ResumeLimits.of(vllm_config), self.counters)
+
+    def bind(self, cache: "KVCacheManager") -> None:
+        """vLLM's cache, before the first request."""
+        pool = cache.block_pool
+        self.quarantine.bind(pool)
+        self.admission.bind(pool)
+        self.local_hits.bind(pool)
+        self.keeps.bind(cache)
 
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """Issue tickets with this fingerprint, and accept only those that have the same."""
@@ -109,12 +121,27 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     def on_new_request(self, request: "Request") -> None:
         """Validate the request's `kv_transfer_params`, which any client may have written. vLLM sees clean ones or
         none."""
-        if not isinstance(request.kv_transfer_params, ValidatedParams):
-            self._reports.on_new_request(request.request_id, request.kv_transfer_params)
-            action = self._validator.validate(request.kv_transfer_params, self._facts(request))
-            params = self._begin(request, action)
-            request.kv_transfer_params = None if params is None else ValidatedParams(params)
-        super().on_new_request(request)
+        if isinstance(request.kv_transfer_params, ValidatedParams):
+            super().on_new_request(request)
+            return
+        orders = self._orders(request)
+        self._reports.on_new_request(request.request_id, request.kv_transfer_params)
+        action = self._validator.validate(request.kv_transfer_params, self._facts(request))
+        params = self._begin(request, action)
+        request.kv_transfer_params = None if params is None else ValidatedParams(params)
+        super().on_new_request(request)  # may shorten the prompt
+        self.keeps.forget(orders.forget)
+        if not request.abort_immediately:
+            reads = params is not None and isinstance(action, ReadTicket)
+            self.keeps.on_new_request(request, orders.keep, reads=reads)
+
+    def _orders(self, request: "Request") -> Orders:
+        orders = orders_in(request.kv_transfer_params)
+        if isinstance(orders, Orders):
+            return orders
+        self.counters.refused(orders.reason)
+        log.warning(_NO_KEEP, request.request_id, orders.detail)
+        return Orders()
 
     def _facts(self, request: "Request") -> RequestFacts:
         ending = request.abort_immediately
@@ -211,6 +238,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """vLLM plans the read; ours gets its order, and the source of the prompt's tokens is recorded."""
         self.admission.on_admitted(request.request_id, num_external_tokens)
+        self.keeps.on_admitted(request.request_id)
         params = request.kv_transfer_params or {}
         reads = bool(params.get("do_remote_prefill"))
         if params.get("do_remote_decode"):
@@ -245,6 +273,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
         """vLLM's metadata for the workers, with our orders."""
         self._give_up_waiting_reads()
+        self.keeps.on_step()
         meta = ConnectorMetadata.extending(super().build_connector_meta(scheduler_output))
         for _ in range(self._given_back.qsize()):
             self._tickets.take_back(*self._given_back.get())
@@ -297,9 +326,11 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
     def request_finished(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Answer a prefill leg with a ticket and keep its blocks; of every other request nothing is held."""
+        """Answer a prefill leg with a ticket and keep its blocks; of every other request nothing is held. What a turn
+        of a conversation leaves for the next one (`keeps`) vLLM may free all the same."""
         request_id = request.request_id
-        report = self._reports.take(request_id)
+        kept = self.keeps.on_request_finished(request)
+        report = {**self._reports.take(request_id), **kept}
         if request.num_output_tokens > 0:
             # The end of a load that ran within a step is not reported in any other way.
             self._token_accounting.on_loaded(request_id, request.num_computed_tokens)
@@ -319,7 +350,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             self._tickets.drop(request_id)
             return False, None
         digest = prompt_digest(request, answer["remote_num_tokens"], adapter.digest)
-        return True, self._tickets.issue(request_id, answer, digest)
+        return True, {**self._tickets.issue(request_id, answer, digest), **kept}
 
     # ---- the engine idles
 

@@ -1,8 +1,9 @@
 """A decode node whose cache is too small for what is asked of it, played at random on vLLM's real scheduler.
 
-Requests come with a ticket, with a prefix that a tier has, or with neither. Prefill nodes die, freeze and wake; tickets
-expire; tiers fail and hang; clients leave; the engine is paused; steps have small budgets. The scheduler and the
-connector are real, the workers are played: they report what real ones do (`tests/connector/harness.py`).
+Requests come with a ticket, with a prefix that a tier has, or with neither; many are turns of conversations, for whose
+next turn the node is to keep what it has. Prefill nodes die, freeze and wake; tickets expire; tiers fail and hang;
+clients leave; the engine is paused; steps have small budgets. The scheduler and the connector are real, the workers are
+played: they report what real ones do (`tests/connector/harness.py`).
 
 vLLM's `scheduler_reserve_full_isl` stays on, as by default. Without it vLLM admits a prompt as soon as its first chunk
 fits, and "has room" would mean something else; every request ends then, too (400 seeds were tried).
@@ -54,15 +55,15 @@ class Stuck(AssertionError):
 
 
 @cache
-def prefill_node(kind: str) -> Node:
+def prefill_node(kind: str, unit: int | None) -> Node:
     """Gives out all tickets; nobody reads them."""
-    return make_node("kv_producer", GROUPS[kind], num_blocks=4000)
+    return make_node("kv_producer", GROUPS[kind], num_blocks=4000, unit=unit)
 
 
 @cache
-def ticket_for(kind: str, length: int, number: int) -> Mapping[str, Any]:
-    """A ticket for one of the prompts; made once, for every node here accepts it."""
-    return take_ticket(prefill_node(kind), prompt(length, number), f"p-{length}-{number}")
+def ticket_for(kind: str, unit: int | None, length: int, number: int) -> Mapping[str, Any]:
+    """A ticket for one of the prompts; made once, for every such node here accepts it."""
+    return take_ticket(prefill_node(kind, unit), prompt(length, number), f"p-{length}-{number}")
 
 
 @contextmanager
@@ -87,17 +88,22 @@ class Scenario:
     hanging: bool
     budget: int
     watermark: float
+    unit: int | None
+    share: float
 
     @classmethod
     def drawn(cls, rng: Random) -> Scenario:
+        kind, tiers = rng.choice(("hybrid", "hybrid", "dense")), rng.choice((0, 0, 1, 2))
         return cls(
-            kind=rng.choice(("hybrid", "hybrid", "dense")),
+            kind=kind,
             blocks=rng.randint(10, 30),
-            tiers=rng.choice((0, 0, 1, 2)),
+            tiers=tiers,
             pace=rng.choice(sorted(PACES)),
             hanging=rng.random() < 0.5,
             budget=rng.choice((32, 64, 128, 4096)),
             watermark=rng.choice((0.0, 0.0, 0.1)),
+            unit=rng.choice((None, 4)) if kind == "hybrid" and not tiers else None,
+            share=rng.choice((0.3, 0.7, 1.0)),
         )
 
 
@@ -117,16 +123,28 @@ def node_of(scenario: Scenario, folder: Path) -> Node:
         "max_num_scheduled_tokens": scenario.budget,
         "watermark": scenario.watermark,
     }
-    groups = GROUPS[scenario.kind]
+    groups, share = GROUPS[scenario.kind], dict[str, Any](pdproxy_keep_share=scenario.share)
     if not scenario.tiers:
-        return make_node("kv_consumer", groups, engine_id="engine-d", num_blocks=scenario.blocks, scheduling=scheduling)
+        return make_node(
+            "kv_consumer",
+            groups,
+            engine_id="engine-d",
+            num_blocks=scenario.blocks,
+            extra=share,
+            unit=scenario.unit,
+            scheduling=scheduling,
+        )
     tiers = [
         {**tier(folder, name, "KnowingTier", most=most), "kv_connector_module_path": __name__}
         for name, most in (("one", 9), ("two", 5))[: scenario.tiers]
     ]
     deadline = 0.00001 if scenario.hanging else 1000.0
     return make_several(
-        [pull(), *tiers], groups, num_blocks=scenario.blocks, scheduling=scheduling, pdproxy_load_deadline=deadline
+        [pull(**share), *tiers],
+        groups,
+        num_blocks=scenario.blocks,
+        scheduling=scheduling,
+        pdproxy_load_deadline=deadline,
     )
 
 
@@ -193,7 +211,7 @@ class Crowd:
         if self.node.free_blocks != self.free:
             raise Stuck(f"{self.where()}: {self.free - self.node.free_blocks} blocks are not free")
         top = self.node.connector._admission if isinstance(self.node, Several) else self.node.side.admission
-        if kept := len(top):
+        if kept := len(top) + len(self.node.side.keeps):
             raise Stuck(f"{self.where()}: {kept} requests that have ended are remembered")
 
     def event(self) -> None:
@@ -221,8 +239,11 @@ class Crowd:
         self.peers[name] = rng.randrange(PEERS)
         params = None
         if rng.random() < 0.6:
-            ticket = ticket_for(self.scenario.kind, length, number)
+            ticket = ticket_for(self.scenario.kind, self.scenario.unit, length, number)
             params = {**ticket, "remote_engine_id": f"{ENGINE}{self.peers[name]}"}
+        if rng.random() < 0.6:
+            keep = {"id": f"conversation-{length:04}-{number}", "seconds": rng.choice((0, 0.001, 1000))}
+            params = {**(params or {}), "pdproxy_keep": keep}
         self.node.add(name, prompt(length, number), params, max_tokens=most)
 
     def settle(self, *, thaw: bool = False) -> None:
@@ -420,12 +441,3 @@ class Crowd:
             f"seed {self.seed}, {self.scenario}, {self.node.free_blocks} free of {self.free}, "
             f"{self.reachable()} reachable; waiting {waiting}, running {len(self.scheduler.running)}"
         )
-
-
-@contextmanager
-def crowd(seed: int, folder: Path) -> Iterator[Crowd]:
-    """One, and its end."""
-    with in_no_time():
-        made = Crowd(seed, folder)
-        yield made
-        made.scheduler.shutdown()

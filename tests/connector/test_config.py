@@ -98,6 +98,9 @@ def test_a_node_of_both_roles_needs_no_role_of_vllm(kv_role: str, roles: object,
         ({"pdproxy_progress_delay": -0.1}, "pdproxy_progress_delay"),
         ({"pdproxy_progress_delay": True}, "pdproxy_progress_delay"),
         ({"kv_lease_duration": 1e9}, "kv_lease_duration"),
+        ({"pdproxy_keep_share": 1.1}, "pdproxy_keep_share"),
+        ({"pdproxy_keep_share": "0.3"}, "pdproxy_keep_share"),
+        ({"pdproxy_keep_share": True}, "pdproxy_keep_share"),
     ],
 )
 def test_what_cannot_work_is_named(given: dict[str, Any], named: str) -> None:

@@ -18,6 +18,7 @@ MULTI = f"{V1}.multi_connector"
 PROM_METRICS = f"{V1}.metrics:KVConnectorPromMetrics"
 SCHEDULING = "vllm.v1.core.sched.scheduler:Scheduler"
 OUTPUTS = "vllm.v1.engine.output_processor"
+FREE_QUEUE = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
 OPENAI = "vllm.entrypoints.openai"
 CPU_RUNNER = "vllm.v1.worker.cpu_model_runner:CPUModelRunner"
 
@@ -25,6 +26,7 @@ HAND_OVERS = "hand-overs"
 FINGERPRINT = "fingerprint"
 METRICS = "metrics"
 BOUNDARY = "resume boundary"
+KEEPS = "keeps"
 RESUMED = "resumed requests"
 ROUTES = "node's own routes"
 STREAMS = "journaled streams"
@@ -34,7 +36,9 @@ CPU = "seeded CPU nodes"
 FEATURES: Mapping[str, str] = {
     "cpu_worker": CPU,
     "endpoints": ROUTES,
+    "eviction_order": KEEPS,
     "journaled_response": STREAMS,
+    "keeps": KEEPS,
     "node_fingerprint": FINGERPRINT,
     "replay": STREAMS,
     "resume_boundary": BOUNDARY,
@@ -57,7 +61,7 @@ OVERRIDES: Mapping[str, str] = {
     "set_xfer_handshake_metadata_pp_aware supports_divergent_local_hybrid_hits update_connector_output "
     "update_state_after_alloc",
     f"{MULTI}:MultiKVConnectorStats": "aggregate to_dict",
-    f"{NIXL}.connector:NixlPullConnector": "__init__ bind_gpu_block_pool build_connector_worker_meta "
+    f"{NIXL}.connector:NixlPullConnector": "__init__ bind_kv_cache_manager build_connector_worker_meta "
     "build_kv_connector_stats build_prom_metrics get_kv_connector_stats requires_kv_delivery supports_sleep_mode",
     f"{NIXL}.stats:NixlKVConnectorStats": "is_empty reduce reset",
     f"{NIXL}.stats:NixlPromMetrics": "__init__ observe",
@@ -67,6 +71,7 @@ OVERRIDES: Mapping[str, str] = {
     WORKER: "__init__ _engines_with_inflight_transfers _get_new_notifs _nixl_handshake _pop_done_transfers "
     "_read_blocks_for_req get_transfer_results register_kv_caches shutdown start_load_kv",
     f"{V1}.base:KVConnectorWorkerMetadata": "aggregate",
+    FREE_QUEUE: "append_n popleft_n remove",
 }
 """Class of vLLM → its methods that the connector overrides."""
 
@@ -87,6 +92,11 @@ UNSEEN: Mapping[str, Mapping[str, str]] = {
     FINGERPRINT: {
         f"{NIXL}.metadata:NixlAgentMetadata": "attn_backend_name block_lens block_size kv_cache_layout",
         "vllm.config:ModelConfig": "tokenizer tokenizer_mode tokenizer_revision",
+    },
+    KEEPS: {
+        "vllm.v1.core.block_pool:BlockPool": "free_block_queue",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": "get_computed_blocks_for_connector",
+        "vllm.v1.core.kv_cache_utils:KVCacheBlock": "is_null ref_cnt",
     },
     RESUMED: {
         "vllm.v1.request:Request": "all_token_ids",
@@ -209,6 +219,12 @@ INSIDES: tuple[Inside, ...] = (
         "the results of a worker's reads have these sets and no others",
     ),
     Inside(
+        KEEPS,
+        "vllm.v1.core.block_pool:BlockPool.get_new_blocks",
+        "`eviction_order` knows of every block that is given out",
+        ("self.free_block_queue.popleft_n(num_blocks)",),
+    ),
+    Inside(
         RESUMED,
         f"{SCHEDULING}._handle_blocked_waiting_request",
         "a request whose grammar failed ends; `resumed_requests` ends those so whose order it refuses",
@@ -245,6 +261,9 @@ DIFFERENCES: Mapping[str, Mapping[str, str]] = {
         "vllm.v1.kv_cache_interface.get_mamba_prefill_checkpoint_position": (
             "0.33.0 adds num_hash_lookahead_tokens, which is 0 on every node with a KV connector "
             "(VllmConfig.num_hash_lookahead_tokens)."
+        ),
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks_for_connector": (
+            "0.33.0 takes a bound on the hit's length, too, which is None unless it is given."
         ),
         "vllm.v1.engine.EngineCoreOutput": (
             "0.33.0 adds `error`, which stays None: `replay` makes outputs of streams that go on or end well."
