@@ -1,0 +1,151 @@
+"""Conversations that nodes with small caches keep between their turns, while as many others push everything else out.
+
+Twelve conversations pause after their first turn, as an agent's do while a tool runs. Then twelve others come. What is
+kept is there afterwards, and the answers are those of one engine that has room for everything. Run it with -s to see
+what was hit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+
+from deploy.local.model.quiz import Quiz, quiz
+from deploy.local.node import Node, NodeSpec, Role
+from deploy.local.stack import logs_of, start_nodes
+from deploy.local.supervise import Supervisor
+from tests.e2e.legs import TO_HAND_OVER, Completion, Params, complete
+from tests.e2e.metrics_reader import read, watch
+
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(600)]
+
+BLOCKS = 60
+"""Of 256 tokens. A first turn takes seven: its attention blocks, and a state for each of three groups."""
+TOKENS = 900
+TALKS = 12
+OTHERS_AT_ONCE = 2
+SECONDS = 300
+SHARE = 0.6
+"""Of the decode node's cache. The prefill node has the default, 0.3."""
+ENOUGH = 0.95
+"""Of the tokens of a first turn's prompt, what the next turn must hit where they are kept."""
+
+
+@dataclass
+class Scene:
+    """Two nodes with small caches, and one that computes all by itself in a cache that holds everything."""
+
+    supervisor: Supervisor
+    prefill: Node
+    decode: Node
+    alone: Node
+    seeds: Iterator[int]
+
+    def talks(self) -> list[Quiz]:
+        """Conversations that no node has seen."""
+        return [quiz(next(self.seeds), TOKENS) for _ in range(TALKS)]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Both turns of a conversation: what was answered, and how much of the second prompt was cached."""
+
+    first: Completion
+    next: Completion
+
+    @property
+    def share(self) -> float:
+        """Of the first prompt, what the second one hit."""
+        return self.next.cached / self.first.prompt
+
+
+Ask = Callable[[Quiz, int], Completion]
+"""Asks a turn (1 or 2) of the conversation."""
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    """Logs lie in `.run/e2e-kept-conversations`."""
+    with Supervisor(logs_of("e2e-kept-conversations")) as supervisor:
+        specs = (
+            NodeSpec("prefill", Role.PREFILL, 0, 0, gpu_blocks=BLOCKS),
+            NodeSpec("decode", Role.DECODE, 0, 0, gpu_blocks=BLOCKS, connector_config={"pdproxy_keep_share": SHARE}),
+            NodeSpec("alone", Role.DECODE, 0, 0),
+        )
+        prefill, decode, alone = start_nodes(supervisor, specs, print)
+        yield Scene(supervisor, prefill, decode, alone, count(31_000))
+
+
+def keep(talk: Quiz, seconds: float = SECONDS) -> Params:
+    """The order for a turn of this conversation, which is known by its first line."""
+    name, number = talk.lines[0]
+    return {"pdproxy_keep": {"id": f"conversation-of-{name}-{number}", "seconds": seconds}}
+
+
+def pause(talks: Sequence[Quiz], others: Sequence[Quiz], ask: Ask) -> list[Turns]:
+    """The first turns; then all of the others; then the next turns."""
+    first = [ask(talk, 1) for talk in talks]
+    with ThreadPoolExecutor(OTHERS_AT_ONCE) as threads:
+        list(threads.map(lambda other: ask(other, 0), others))
+    return [Turns(one, ask(talk, 2)) for talk, one in zip(talks, first, strict=True)]
+
+
+def as_one_engine(scene: Scene, talks: Sequence[Quiz], turns: Sequence[Turns]) -> None:
+    """Every answer is the one of an engine that has room, and the right one."""
+    for talk, answered in zip(talks, turns, strict=True):
+        for number, got in ((1, answered.first), (2, answered.next)):
+            question = talk.at_turn(number)
+            assert got.text == complete(scene.alone.url, question.prompt()).text == question.answer
+
+
+def kept_ones_hit(node: Node, turns: Sequence[Turns], kept: float, least: int) -> None:
+    """Of the conversations, as many hit enough as the node still kept when the next turns began: `least` or more."""
+    hits = sum(each.share >= ENOUGH for each in turns)
+    shares = ", ".join(f"{each.share:.0%}" for each in turns)
+    print(f"{node.spec.name}: {kept:g} kept, {hits} hit at least {ENOUGH:.0%}: {shares}")
+    assert least <= kept <= hits < len(turns)
+
+
+def test_a_node_that_computes_prompts_keeps_what_it_is_told_to(scene: Scene) -> None:
+    """No other prompt waits for it: kept blocks are free."""
+    talks, node = scene.talks(), scene.decode
+    kept: list[float] = []
+
+    def ask(talk: Quiz, turn: int) -> Completion:
+        if turn == 2 and not kept:
+            kept.append(read(node.url, "pdproxy_connector_keeps"))
+            assert read(node.url, "vllm:kv_cache_usage_perc") == 0
+        order = keep(talk, SECONDS if turn == 1 else 0) if turn else None
+        return complete(node.url, talk.at_turn(max(turn, 1)).prompt(), params=order)
+
+    preempted = read(node.url, "vllm:num_preemptions_total")
+    turns = pause(talks, scene.talks(), ask)
+    kept_ones_hit(node, turns, kept[0], least=4)
+    as_one_engine(scene, talks, turns)
+    assert read(node.url, "vllm:num_preemptions_total") == preempted
+    assert read(node.url, "pdproxy_connector_keeps") == 0
+
+
+def test_a_prefill_node_keeps_what_it_is_told_to(scene: Scene) -> None:
+    """The decode node keeps none of it: it gets a ticket for each turn."""
+    talks, node = scene.talks(), scene.prefill
+    kept: list[float] = []
+
+    def ask(talk: Quiz, turn: int) -> Completion:
+        if turn == 2 and not kept:
+            kept.append(read(node.url, "pdproxy_connector_keeps"))
+        order = keep(talk, SECONDS if turn == 1 else 0) if turn else {}
+        prompt = talk.at_turn(max(turn, 1)).prompt()
+        given = complete(node.url, prompt, 1, {**TO_HAND_OVER, **order})
+        got = complete(scene.decode.url, prompt, params=given.ticket)
+        return Completion(got.text, given.ticket, given.prompt, given.cached, got.logprobs)
+
+    refused = watch(scene.decode.url, "refused")
+    turns = pause(talks, scene.talks(), ask)
+    kept_ones_hit(node, turns, kept[0], least=2)
+    as_one_engine(scene, talks, turns)
+    told = [(each.next.ticket or {})["pdproxy_kept"]["hit"] for each in turns]
+    assert sum(each > 0 for each in told) == kept[0]
+    assert refused.grown() == 0
