@@ -8,7 +8,6 @@ beyond a float's range. Errors are the standard library's, too. Clients' bodies 
 import enum
 import json
 import re
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -244,17 +243,27 @@ class LegForm(msgspec.Struct, frozen=True):
 
 
 class PromptText:
-    """The beginning of a long prompt, until it is taken: what it has in common with earlier ones is found by it.
+    """The text of a prompt, until it is taken: what it has in common with earlier ones is found by it.
 
     Attributes:
-        ids: the first token ids of a prompt of such.
+        ids: the first token ids of a long prompt of such.
+
+    Args:
+        parts: the beginning of a long prompt of text.
+        fields: those that a short prompt is rendered from, decoded; None of a long one.
     """
 
-    __slots__ = ("_parts", "ids")
+    __slots__ = ("_fields", "_parts", "ids")
 
-    def __init__(self, parts: list[bytes], ids: "array[int]") -> None:
+    def __init__(self, parts: list[bytes], ids: Sequence[int] = (), fields: Json | None = None) -> None:
         self._parts = parts
+        self._fields = fields
         self.ids = ids
+
+    def take_fields(self) -> Json | None:
+        """The fields of a short prompt. They are kept no longer."""
+        fields, self._fields = self._fields, None
+        return fields
 
     def take_parts(self) -> list[bytes]:
         """As `legs.prompt_text.prompt_parts`. They are kept no longer."""
@@ -269,7 +278,7 @@ class SubRequest(msgspec.Struct, frozen=True):
         held: the request's body with this prompt alone.
         name: the request id, with the prompt's number if there are several.
         index: the prompt's number, from 0.
-        text: of a prompt that is too long to be read from the body where it is needed.
+        text: of the prompt, where it was read before; else it is read from the body.
         notes: what each prefix source has found out about the prompt, by source; it goes with the request.
     """
 

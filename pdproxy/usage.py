@@ -95,15 +95,11 @@ def read_usage_event(data: bytes) -> Usage | None:
     return read_usage(response.get("usage") if isinstance(response, dict) else event.get("usage"))
 
 
-def written_tokens(usage: object) -> int | None:
+def written_tokens(endpoint: Endpoint, usage: object) -> int | None:
     """The tokens that the request left in the prefix cache; None where the ``usage`` of an answer does not say."""
-    if not isinstance(usage, dict):
-        return None
-    for holder, name in _WRITTEN.values():
-        details = usage.get(holder) if holder else usage
-        if isinstance(details, dict) and (written := _int(details.get(name))) is not None:
-            return written
-    return None
+    holder, name = _WRITTEN[endpoint]
+    details = usage.get(holder) if holder and isinstance(usage, dict) else usage
+    return _int(details.get(name)) if isinstance(details, dict) else None
 
 
 def with_cache_use(endpoint: Endpoint, usage: Json, use: CacheUse) -> dict[str, object]:

@@ -105,7 +105,7 @@ def read_prefill(endpoint: Endpoint, answer: Json) -> PrefillAnswer:
         raise NodeFault(Fault.NO_TICKET, "the prefill answer carries no kv_transfer_params")
     hint, usage = params.pop(_CACHED_HINT, None), read_usage(answer.get("usage"))
     ticket = msgspec.Raw(write_json(params))
-    prompt, written = None if usage is None else usage.prompt, written_tokens(answer.get("usage"))
+    prompt, written = None if usage is None else usage.prompt, written_tokens(endpoint, answer.get("usage"))
     if isinstance(hint, int):
         return PrefillAnswer(ticket, hint, prompt, written, kept)
     return PrefillAnswer(ticket, None if usage is None else usage.cached, prompt, written, kept)

@@ -61,7 +61,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
         tokens: about how many: token ids are counted, text goes by its length, media count nothing.
         most_tokens: an upper bound; None where the prompt is rendered by a template or is not text.
         media: the messages hold anything but text.
-        text: how a prompt begins that is not small enough to be decoded again.
+        text: of the prompt, from which marks are made.
     """
 
     tokens: int
@@ -78,19 +78,20 @@ def facts_of(endpoint: Endpoint, body: Json) -> PromptFacts:
 
 def small_facts(endpoint: Endpoint, body: Json) -> PromptFacts | None:
     """The facts of a prompt that is decoded to be looked at; None for any other."""
-    text_bytes, media, most = 0, False, None
+    text_bytes, media, most, fields = 0, False, None, dict[str, object]()
     for name in filter(body.__contains__, PROMPT_FIELDS):
-        value = value_of(body[name])
+        fields[name] = value = value_of(body[name])
         if isinstance(value, Raw):
             return None
         if name == "messages":
             media = _has_media(value)
         elif name == "prompt" and isinstance(value, list) and value and isinstance(value[0], int):
-            return PromptFacts(len(value), len(value) if endpoint is Endpoint.COMPLETIONS else None)
+            bound = len(value) if endpoint is Endpoint.COMPLETIONS else None
+            return PromptFacts(len(value), bound, text=PromptText([], fields=fields))
         elif name == "prompt" and endpoint is Endpoint.COMPLETIONS:
             most = _most_tokens(value)
         text_bytes += text_length(value)
-    return PromptFacts(-(-text_bytes // BYTES_PER_TOKEN), most, media)
+    return PromptFacts(-(-text_bytes // BYTES_PER_TOKEN), most, media, PromptText([], fields=fields))
 
 
 def long_facts(endpoint: Endpoint, body: Json) -> Steps[PromptFacts]:
@@ -106,7 +107,7 @@ def long_facts(endpoint: Endpoint, body: Json) -> Steps[PromptFacts]:
         if name in body:
             yield from outliner.look_at(name, value_of(body[name]))
     most = _most_tokens(body.get("prompt")) if endpoint is Endpoint.COMPLETIONS else None
-    text = PromptText(outliner.parts, array("I"))
+    text = PromptText(outliner.parts)
     return PromptFacts(-(-outliner.text_bytes // BYTES_PER_TOKEN), most, outliner.media, text)
 
 

@@ -15,7 +15,7 @@ from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.renderings import HashesByScheme, KnownPrefix, Rendering
 from pdproxy.planning.text_chain import Chain, chain_of_completion, chain_of_ids, chain_of_text
 from pdproxy.planning.text_index import Keeps, TextIndex
-from pdproxy.request import Endpoint, SubRequest
+from pdproxy.request import Endpoint, PromptText, SubRequest
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,11 +112,12 @@ class TextPrefixSource:
 
 def _chain(sub_request: SubRequest) -> tuple[Chain, bool]:
     """The marks of a prompt, and whether it is longer than what is looked at."""
-    body, model, text = sub_request.body, sub_request.request.model, sub_request.text
-    salt = prompt_salt(sub_request.endpoint, model, body)
-    if ids := prompt_ids(body) if text is None else text.ids:
+    body, model = sub_request.body, sub_request.request.model
+    text = sub_request.text or PromptText([], fields=body)
+    salt, fields = prompt_salt(sub_request.endpoint, model, body), text.take_fields()
+    if ids := text.ids if fields is None else prompt_ids(fields):
         return chain_of_ids(model, salt, ids), len(ids) >= MOST_IDS
-    parts = prompt_parts(body) if text is None else text.take_parts()
+    parts = text.take_parts() if fields is None else prompt_parts(fields)
     cut = len(parts) >= MOST_PARTS or sum(map(len, parts)) >= MOST_BYTES
     if sub_request.endpoint is Endpoint.COMPLETIONS and len(parts) == 1:
         return chain_of_completion(model, salt, parts[0]), cut
