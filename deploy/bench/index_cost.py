@@ -109,7 +109,7 @@ def report_events(index: PrefixIndex, rng: random.Random) -> None:
         removes.append(best(lambda: take_in(index, place, single), runs=1))
     print(f"events: {min(stores) / 1e3:.2f} us a stored hash, {min(removes) / 1e3:.2f} us an event that removes one")
     index.apply(place, BlocksStored(3, GroupKind.ATTENTION, tuple(rng.getrandbits(64) for _ in range(BLOCKS)), BLOCK))
-    print(f"forget a place of {2 * BLOCKS} blocks: {best(lambda: index.forget(place), runs=1) / 1e3:.1f} ms")
+    print(f"forget a place of {2 * BLOCKS} blocks: {best(lambda: index.drop_place(place), runs=1) / 1e3:.1f} ms")
 
 
 def report_look_ups(index: PrefixIndex, rng: random.Random, title: str) -> None:
@@ -150,7 +150,7 @@ def report_texts(rng: random.Random) -> None:
         chain = chain_of_text("m", "", parts[:turn])
         index.tokenized(chain, Rendering(tokens, chain.ends[-1], {uniform: hashes[: tokens // 16]}))
     chain = chain_of_text("m", "", parts)
-    cut, known = best(lambda: chain_of_text("m", "", parts)), best(lambda: index.known(chain))
+    cut, known = best(lambda: chain_of_text("m", "", parts)), best(lambda: index.known_prefix(chain))
     whole = Rendering(PROMPT, chain.ends[-1], {uniform: hashes})
     kept = best(lambda: index.tokenized(chain, whole), runs=1)
     print(f"by its text, {PROMPT} tokens: {cut:.1f} us to cut it, {known:.1f} us to find, {kept:.1f} us to remember")

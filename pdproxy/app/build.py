@@ -253,7 +253,7 @@ def _admin_context(
         live=context.in_flight,
         clock=context.clock,
         queue=context.queue.status,
-        caches=events.known if events else lambda _: (),
+        caches=events.statuses if events else lambda _: (),
         events=events.seen if events else lambda _: EventsSeen.UNKNOWN,
         orchestration=context,
     )

@@ -31,7 +31,7 @@ class KvEvents:
     source: "EventPrefixSource"
     caches: "PlaceCaches"
 
-    def known(self, node: str) -> Sequence[Json]:
+    def statuses(self, node: str) -> Sequence[Json]:
         """How much is known of the caches of a node's ranks, for operators."""
         return [dataclasses.asdict(feed.status()) for feed in self.caches.of_node(node)]
 

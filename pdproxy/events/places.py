@@ -85,7 +85,7 @@ class PlaceFeed:
         """The sequence number of the last batch that was taken; -1 before the first."""
         return self._order.last
 
-    def take(self, batch: NumberedBatch) -> Position:
+    def apply_next(self, batch: NumberedBatch) -> Position:
         """Apply a batch if it is the next. GAP, and it is not applied, where others are missing before it."""
         read = self._read(batch)
         time = self._order.time if isinstance(read, InvalidBatch) else read.time
@@ -103,13 +103,13 @@ class PlaceFeed:
             self._order.applied(batch.sequence, time, zlib.crc32(batch.payload))
         return position
 
-    def take_after_gap(self, batch: NumberedBatch) -> None:
+    def apply_after_gap(self, batch: NumberedBatch) -> None:
         """Apply a batch though others before it are lost for good: what was known is forgotten."""
-        if self.take(batch) is Position.GAP:
+        if self.apply_next(batch) is Position.GAP:
             if self._order.begun:
                 self._forget(Forgotten.GAP, "batches of its KV events are lost")
             self._order = BatchOrder(batch.sequence - 1)
-            self.take(batch)
+            self.apply_next(batch)
 
     def nothing_yet(self) -> None:
         """The engine has published nothing since its start: it has nothing cached."""
@@ -133,13 +133,13 @@ class PlaceFeed:
 
     def left(self) -> None:
         """The place is no more."""
-        self.scheme.index.forget(self.place)
+        self.scheme.index.drop_place(self.place)
         self._metrics.forgotten(Forgotten.LEFT)
 
     @property
     def known(self) -> Known:
         """How much is known of it."""
-        if self.scheme.index.known(self.place):
+        if self.scheme.index.knows_all_of(self.place):
             return Known.ALL
         return Known.PART if self._order.begun else Known.NOTHING
 
@@ -159,7 +159,7 @@ class PlaceFeed:
         if self._junk.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, …
             text = "node %s, rank %d: %s (%d so far). What is known of its cache is forgotten each time"
             _LOG.warning(text, *self.place, error, self._junk)
-        self.scheme.index.forget(self.place)
+        self.scheme.index.drop_place(self.place)
         self._metrics.forgotten(Forgotten.JUNK)
 
     def _read(self, batch: NumberedBatch) -> EventBatch | InvalidBatch:
@@ -173,7 +173,7 @@ class PlaceFeed:
 
     def _apply(self, sequence: int, batch: EventBatch) -> None:
         index = self.scheme.index
-        if sequence == 0 and not index.known(self.place):
+        if sequence == 0 and not index.knows_all_of(self.place):
             index.apply(self.place, CacheCleared())  # so it is known from its start
         if not self._order.begun:
             self._since = self._clock.now()
@@ -185,7 +185,7 @@ class PlaceFeed:
 
     def _forget(self, why: Forgotten, reason: str) -> None:
         _LOG.info("node %s, rank %d: what is known of its cache is forgotten: %s", *self.place, reason)
-        self.scheme.index.forget(self.place)
+        self.scheme.index.drop_place(self.place)
         self._metrics.forgotten(why)
         self._since = self._clock.now()
 

@@ -97,7 +97,7 @@ class EventPrefixSource:
 
     async def _find(self, sub_request: SubRequest, candidates: _Candidates) -> PromptHashes:
         """The known hashes of the prompt, or all of them where it pays to wait for a node that tells them."""
-        found = await self._finder.known(sub_request, candidates.schemes)
+        found = await self._finder.known_hashes(sub_request, candidates.schemes)
         if not self._finder.pays(found):
             by = LookUp.KNOWN if found.known else LookUp.NOTHING
             self._metrics.looked_up(LookUp.GIVEN if found.ids is Ids.GIVEN else by)

@@ -34,7 +34,7 @@ KEPT_OF_SHARE = 0.8
 class TextMemory(Protocol):
     """Remembers by their text what is known of prompts that were tokenized."""
 
-    def known(self, sub_request: SubRequest) -> KnownPrefix:
+    def known_prefix(self, sub_request: SubRequest) -> KnownPrefix:
         """The known part of a prompt."""
 
     def tokenized(self, sub_request: SubRequest, tokens: int, hashes: HashesByScheme) -> None:
@@ -86,12 +86,12 @@ class HashFinder:
         self._cached_rest = {True: 0.0, False: 1.0}
         """The share of prompts' rests that some place had cached: for prompts that had met text, and for others."""
 
-    async def known(self, sub_request: SubRequest, schemes: Sequence[SchemeIndex]) -> PromptHashes:
+    async def known_hashes(self, sub_request: SubRequest, schemes: Sequence[SchemeIndex]) -> PromptHashes:
         """The hashes that are known without asking a node."""
         ids = given_ids(sub_request)
         if ids is not None:
             return await _hashed(ids, schemes, _extras(sub_request.body), Ids.GIVEN)
-        known = self._texts.known(sub_request)
+        known = self._texts.known_prefix(sub_request)
         hashes = {} if known.rendering is None else _first(known.rendering.hashes, schemes, known.tokens)
         if known.whole and hashes:
             return PromptHashes(known.prompt, known.prompt, known.prompt, hashes, Ids.KNOWN)

@@ -98,10 +98,10 @@ class Subscription:
 
     async def _take(self, frames: tuple[bytes, ...]) -> None:
         batch = self._numbered(frames)
-        if batch is not None and self._feed.take(batch) is Position.GAP:
+        if batch is not None and self._feed.apply_next(batch) is Position.GAP:
             self._metrics.gap()
             await self._catch_up()
-            self._feed.take_after_gap(batch)
+            self._feed.apply_after_gap(batch)
 
     def _numbered(self, frames: tuple[bytes, ...]) -> NumberedBatch | None:
         try:
@@ -141,7 +141,7 @@ class Subscription:
                     same_engine = True
                     continue
                 same_engine = True  # or so many were missed that the last one is not kept any more
-                self._feed.take_after_gap(batch)
+                self._feed.apply_after_gap(batch)
         except TimeoutError as error:
             self._metrics.replayed(Replay.UNANSWERED)
             raise NodeFault(Fault.STALL, f"no end of a replay from port {port} in {self._waits.replay:g} s") from error

@@ -120,13 +120,13 @@ class BodyBudget:
         send; but what has no room now is not read at all.
 
         Raises:
-            ClientError: as `take`.
+            ClientError: as `hold`.
         """
         if self._held + promised > self._limit:
             raise self._full(key)
         return Reservation(self, key)
 
-    def take(self, size: int, key: str) -> None:
+    def hold(self, size: int, key: str) -> None:
         """Hold so many bytes more.
 
         Raises:
@@ -172,9 +172,9 @@ class Reservation:
         """The body has so many bytes by now.
 
         Raises:
-            ClientError: as `BodyBudget.take`.
+            ClientError: as `BodyBudget.hold`.
         """
-        self._budget.take(size - self._size, self._key)
+        self._budget.hold(size - self._size, self._key)
         self._size = size
 
     def close(self) -> None:

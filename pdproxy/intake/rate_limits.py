@@ -44,7 +44,7 @@ class TokenBucket:
         lacking = min(wanted, self.per_minute) - self.level(now)
         return max(0.0, lacking * 60 / self.per_minute)
 
-    def take(self, amount: float, now: float) -> None:
+    def spend(self, amount: float, now: float) -> None:
         """A negative amount gives back."""
         self._level = self.level(now) - amount
 
@@ -174,7 +174,7 @@ class RateCharge:
         now = self._clock.now()
         for kind, amount in amounts.items():
             if kind in self._buckets:
-                self._buckets[kind].take(amount, now)
+                self._buckets[kind].spend(amount, now)
 
 
 def _headers(counts: str, bucket: TokenBucket, now: float) -> Iterator[tuple[str, str]]:

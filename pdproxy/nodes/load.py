@@ -113,7 +113,7 @@ class _Line:
         self._fit()
 
     @property
-    def known(self) -> bool:
+    def has_samples(self) -> bool:
         """Whether there was a sample at all."""
         return self._sums[0] > 0.0
 
@@ -264,7 +264,7 @@ class Load:
 
     def seconds_left(self, work: Work, place: PlaceLoad, now: float) -> float:
         """How long a place still needs for the prompts that it has; infinite while nothing is known of such work."""
-        if place.prompts and not self._lines[work].known:
+        if place.prompts and not self._lines[work].has_samples:
             return math.inf
         return place.seconds_left(self.pace_at(work, place), now)
 
@@ -314,7 +314,7 @@ class Load:
         self._lines[work].passed_over()
         self._know_less(work, place)
 
-    def forget(self, place: PlaceLoad) -> None:
+    def drop_place(self, place: PlaceLoad) -> None:
         """Its node has left the pool."""
         for samples in self._samples.values():
             samples.pop(place, None)

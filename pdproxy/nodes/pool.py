@@ -368,7 +368,7 @@ class Pool:
             self._log.left(entry.node)
             self._latest, entry.left = None, True
             for place in entry.view.places:
-                self.load.forget(place)
+                self.load.drop_place(place)
             entry.leaving.set()
             self._room_changed()
             self._metrics.node_forgotten(name, entry.node.roles, State, CircuitState)
@@ -541,7 +541,7 @@ class Pool:
         """Its nodes by role that serve; of a cohort without nodes nothing is kept."""
         here = [entry for entry in self._entries.values() if entry.node.cohort == of.cohort]
         if not here:
-            self.traffic.forget(of.cohort)
+            self.traffic.drop_cohort(of.cohort)
             self._metrics.cohort_forgotten(of.cohort, Role)
             return
         for role in Role:

@@ -269,7 +269,7 @@ class CohortTraffic:
             self._steps.append((now, Counter()))
         self._steps[-1][1][cohort] += 1
 
-    def forget(self, cohort: str) -> None:
+    def drop_cohort(self, cohort: str) -> None:
         """The cohort has no nodes any more."""
         for _, requests in self._steps:
             del requests[cohort]

@@ -17,7 +17,7 @@ class LineBudget:
         self._window = float("-inf")
         self._written = self._unwritten = 0
 
-    def take(self) -> int | None:
+    def next_line(self) -> int | None:
         """How many lines were left out since the last one, where one may be written now; else None."""
         now = self._clock.now()
         if now - self._window >= WINDOW_SECONDS:

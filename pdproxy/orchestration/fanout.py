@@ -64,7 +64,7 @@ class StreamMerge:
         self._usages: dict[int, dict[str, object]] = {}
         self._first: dict[str, object] = {}
 
-    def take(self, prompt: int, piece: bytes) -> bytes:
+    def merged(self, prompt: int, piece: bytes) -> bytes:
         """The bytes for the client from one prompt's stream; the stream's end and usage are kept for `ending`."""
         framer = self._framers.setdefault(prompt, Framer())
         return b"".join(self._take(prompt, raw) for raw in framer.feed(piece))
@@ -178,7 +178,7 @@ class FanOut:
 
     def _merged(self, prompt: int, data: bytes) -> bytes:
         try:
-            return self._merge.take(prompt, data)
+            return self._merge.merged(prompt, data)
         except NodeFault as fault:
             raise ClientError(502, "A node's answer could not be understood.", code="stream_broken") from fault
 

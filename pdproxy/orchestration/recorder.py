@@ -138,7 +138,7 @@ class Recorder:
         self._count(record, outcome)
         if outcome is Outcome.REJECTED:
             self._in_flight.recent.ended(record, self._clock.now(), outcome)
-        unwritten = self._refusals.take()
+        unwritten = self._refusals.next_line()
         if unwritten is not None:
             facts: Facts = {"outcome": outcome.value, "key": record.key, **record.failure.facts()}
             if unwritten:

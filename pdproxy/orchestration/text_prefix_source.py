@@ -82,10 +82,10 @@ class TextPrefixSource:
         """As `PrefixSource`; none for a prompt without text. Of a very long prompt only the beginning is looked at."""
         return self._ask(sub_request).chain.hashes
 
-    def known(self, sub_request: SubRequest) -> KnownPrefix:
+    def known_prefix(self, sub_request: SubRequest) -> KnownPrefix:
         """The part of a prompt that tokenized prompts tell."""
         asked = self._ask(sub_request)
-        known = self._index.known(asked.chain)
+        known = self._index.known_prefix(asked.chain)
         if known.whole or not asked.cut:
             return known
         return dataclasses.replace(known, prompt=max(self._tokens(asked, sub_request), known.tokens + 1))

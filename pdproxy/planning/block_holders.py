@@ -93,7 +93,7 @@ class BlockHolders:
                 place.odd.pop(block, None)
                 self._unmark(place, bit, block)
 
-    def forget(self, bit: int) -> None:
+    def drop_holder(self, bit: int) -> None:
         """The place holds nothing, and its groups are unknown."""
         place = self._places.pop(bit, None)
         if place:

@@ -102,20 +102,20 @@ class PrefixIndex:
             case BlocksRemoved():
                 self._remove(place, event)
             case CacheCleared():
-                self.forget(place)
+                self.drop_place(place)
                 self._record(place).known = True
 
-    def forget(self, place: Place) -> None:
+    def drop_place(self, place: Place) -> None:
         """The place is gone, or events of it were lost: nothing is known of it, nor expected."""
         record = self._records.pop(place, None)
         if record is None:
             return
         for holders in (*self._held.values(), *self._expected.values()):
-            holders.forget(record.bit)
+            holders.drop_holder(record.bit)
         self._attentive &= ~record.bit
         self._places[record.bit.bit_length() - 1] = None
 
-    def known(self, place: Place) -> bool:
+    def knows_all_of(self, place: Place) -> bool:
         """Whether all that the place holds is known, so that what is not here is not there.
 
         True from its first `CacheCleared` on; whoever sees a place's very first event applies one before it.
@@ -188,7 +188,7 @@ class PrefixIndex:
         record, holders = self._record(place), self._held[event.kind]
         if record.kinds.get(event.group) is not event.kind:
             if event.group in record.kinds:  # another engine than before, without a word of it
-                self.forget(place)
+                self.drop_place(place)
                 record = self._record(place)
             self._join(record, event.group, event.kind)
         if event.kind is GroupKind.ATTENTION and event.tokens not in (self.scheme.block_size, self.scheme.unit):
@@ -199,7 +199,7 @@ class PrefixIndex:
             self._expected[event.kind].drop(record.bit, there)
         if holders.blocks(record.bit) > self._most_blocks or len(record.kinds) > _MOST_GROUPS:
             self.counts.overflows += 1
-            self.forget(place)
+            self.drop_place(place)
 
     def _remove(self, place: Place, event: BlocksRemoved) -> None:
         record = self._records.get(place)

@@ -163,7 +163,7 @@ class TextIndex:
         sums = self._sizes[chain.model]
         sums[:] = sums[0] * _KEPT + chain.ends[-1], sums[1] * _KEPT + tokens
 
-    def known(self, chain: Chain) -> KnownPrefix:
+    def known_prefix(self, chain: Chain) -> KnownPrefix:
         """The part of a prompt that the hashes of tokenized prompts tell."""
         last = self._known(chain)
         prompt, met = self.tokens(chain), self.tokens(chain, last)

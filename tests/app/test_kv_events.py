@@ -45,14 +45,14 @@ def test_events_are_read_where_the_policy_goes_by_them(read: str, routing: str, 
 def test_operators_see_how_much_is_known_of_each_rank() -> None:
     events = built(PDPROXY_EVENTS_READ="on")
     assert events is not None
-    assert events.known("p1") == []
+    assert events.statuses("p1") == []
     assert events.seen("p1") is EventsSeen.OFF
     for rank in range(2):
         events.caches.feed(Place("p1", rank), rank, SCHEME)
     assert events.seen("p1") is EventsSeen.UNREACHABLE
     events.caches.of_node("p1")[1].nothing_yet()
     assert events.seen("p1") is EventsSeen.UNREACHABLE
-    assert events.known("p1") == [
+    assert events.statuses("p1") == [
         {"rank": 0, "known": "nothing", "seconds": 0.0, "blocks": 0},
         {"rank": 1, "known": "all", "seconds": 0.0, "blocks": 0},
     ]

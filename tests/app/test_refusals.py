@@ -72,7 +72,7 @@ async def test_each_refusal_says_why_and_is_counted(tmp_path: Path, caplog: pyte
 def test_lines_beyond_a_bound_are_counted() -> None:
     clock = FakeClock()
     budget = LineBudget(clock)
-    taken = [budget.take() for _ in range(MOST_LINES + 7)]
+    taken = [budget.next_line() for _ in range(MOST_LINES + 7)]
     assert taken == [0] * MOST_LINES + [None] * 7
     clock.advance(WINDOW_SECONDS)
-    assert [budget.take(), budget.take()] == [7, 0]
+    assert [budget.next_line(), budget.next_line()] == [7, 0]

@@ -222,7 +222,7 @@ async def turn(fleet: Fleet, observer: Observer, agreement: Agreement, prompt: s
     ids = await observer.tokens(prompt)
     hashes, about = observer.hashes(ids), f"{len(ids)} tokens on {decode}"
     chain = observer.texts.refined(chain_of_completion(SERVED_NAME, "", prompt.encode()))
-    known = observer.texts.known(chain)
+    known = observer.texts.known_prefix(chain)
     first = known.rendering.hashes if known.rendering else dict.fromkeys(hashes, ())
     by_text = {scheme: each[: known.tokens // scheme.unit] for scheme, each in first.items()}
     ticket: Params | None = None

@@ -43,11 +43,11 @@ class Setup:
 
 def test_a_bucket_fills_evenly_and_no_further_than_a_minutes_worth() -> None:
     bucket = TokenBucket(600, 0.0)
-    bucket.take(600, 0.0)
+    bucket.spend(600, 0.0)
     assert bucket.level(3.0) == pytest.approx(30)
     assert bucket.seconds_until(100, 3.0) == pytest.approx(7.0)
     assert bucket.level(1000.0) == 600
-    bucket.take(700, 1000.0)
+    bucket.spend(700, 1000.0)
     assert bucket.seconds_until(1, 1000.0) == pytest.approx(10.1), "a debt"
 
 

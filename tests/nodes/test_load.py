@@ -137,7 +137,7 @@ def test_places_that_left_are_forgotten_at_once() -> None:
     book, (left, stays) = Load(), places(2)
     for place in (left, stays):
         book.learn(Work.PREFILL, place, 1500, 1.0)
-    book.forget(left)
+    book.drop_place(left)
     for _ in range(300):
         book.learn(Work.PREFILL, stays, 1500, 0.2)
     assert stays.prefill == pytest.approx(1.0, abs=0.05)

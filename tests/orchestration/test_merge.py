@@ -37,7 +37,7 @@ def test_details_of_all_are_summed() -> None:
 def test_interleaved_streams_become_one() -> None:
     merge = StreamMerge(choices=1)
     streams = [Engine(("a", "b")).stream(name="one"), Engine(("c", "d"), prompt=(1,)).stream(name="two")]
-    seen = b"".join(merge.take(prompt, streams[prompt][at]) for at in range(4) for prompt in (1, 0))
+    seen = b"".join(merge.merged(prompt, streams[prompt][at]) for at in range(4) for prompt in (1, 0))
     payloads = [json.loads(e.data) for e in events(seen + merge.ending()) if e.data and e.data != b"[DONE]"]
     assert {payload["id"] for payload in payloads} == {"cmpl-two"}
     choices = [(c["index"], c["text"]) for payload in payloads for c in payload["choices"]]
@@ -51,12 +51,12 @@ def test_interleaved_streams_become_one() -> None:
 def test_several_choices_of_several_prompts_keep_apart() -> None:
     merge = StreamMerge(choices=2)
     raw = b'data: {"id":"1","choices":[{"index":1,"text":"x"}]}\n\n'
-    assert b'"index":5' in merge.take(2, raw)
+    assert b'"index":5' in merge.merged(2, raw)
 
 
 def test_without_usage_there_is_none() -> None:
     merge = StreamMerge(choices=1)
-    merge.take(0, b"".join(Engine(("a",), usage=False).stream()))
+    merge.merged(0, b"".join(Engine(("a",), usage=False).stream()))
     assert merge.ending() == b"data: [DONE]\n\n"
 
 
@@ -64,6 +64,6 @@ def test_comments_pass_through_transcript_and_merge() -> None:
     transcript = Transcript(Endpoint.COMPLETIONS, Shape(1, stream=True))
     merge = StreamMerge(choices=1)
     raw = b": hi\n\n" + b"".join(Engine(("a",)).stream())
-    seen = b"".join(merge.take(0, transcript.take(event)) for event in events(raw))
+    seen = b"".join(merge.merged(0, transcript.take(event)) for event in events(raw))
     assert seen.startswith(b": hi\n\n")
     assert b'"token_ids":null' in seen

@@ -175,19 +175,19 @@ def test_the_kind_of_a_group(kind: str | None, wanted: GroupKind) -> None:
 def test_a_place_is_known_from_its_start_until_it_is_forgotten() -> None:
     index = PrefixIndex(scheme())
     index.apply(P, stored(ATTENTION, blocks(1)))
-    assert not index.known(P)
+    assert not index.knows_all_of(P)
     index.apply(P, CacheCleared())
-    assert index.known(P)
+    assert index.knows_all_of(P)
     assert hit(index) == Hit(0, 0)
-    index.forget(P)
-    assert not index.known(P)
+    index.drop_place(P)
+    assert not index.knows_all_of(P)
 
 
 def test_a_place_s_bit_can_be_another_s() -> None:
     index = index_with(stored(ATTENTION, blocks(3)), stored(STATE, [ends_at(6)]))
     index.expect(P, PROMPT, Hit(18, 12), until=9.0)
     index.apply(Q, stored(ATTENTION, blocks(1)))
-    index.forget(P)
+    index.drop_place(P)
     index.apply(R, stored(ATTENTION, blocks(2)))
     assert index.look_up(PROMPT, TOKENS, 0.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
     assert index.look_up(PROMPT, TOKENS, 10.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
@@ -205,7 +205,7 @@ def test_a_place_that_publishes_more_than_any_can_hold_is_forgotten() -> None:
     index.apply(P, stored(ATTENTION, range(900)))
     assert index.blocks(P, ATTENTION) == 900
     index.apply(P, stored(ATTENTION, range(900, 1800)))
-    assert (len(index), index.counts.overflows, index.known(P), index.blocks(P, ATTENTION)) == (0, 1, False, 0)
+    assert (len(index), index.counts.overflows, index.knows_all_of(P), index.blocks(P, ATTENTION)) == (0, 1, False, 0)
 
 
 def test_nor_does_any_have_so_many_groups() -> None:
@@ -217,7 +217,7 @@ def test_nor_does_any_have_so_many_groups() -> None:
 def test_a_group_that_changes_its_kind_is_another_engine_s() -> None:
     index = index_with(stored(ATTENTION, blocks(3)), stored(STATE, [], 0))
     assert not len(index)
-    assert not index.known(P)
+    assert not index.knows_all_of(P)
 
 
 def test_what_comes_and_goes_for_a_long_time_leaves_nothing() -> None:
@@ -234,7 +234,7 @@ def test_what_comes_and_goes_for_a_long_time_leaves_nothing() -> None:
     tracemalloc.stop()
     assert kept < 90_000, "fifty times as many hashes came and went"
     assert len(index) == index.blocks(P, ATTENTION) == len(PROMPT)
-    index.forget(P)
+    index.drop_place(P)
     assert not len(index)
 
 
@@ -311,7 +311,7 @@ def test_of_a_place_never_heard_of_it_is_all_that_is_known() -> None:
     index = PrefixIndex(scheme())
     index.expect(P, PROMPT, Hit(18, 0), until=5.0)
     assert hit(index) == Hit(18, 0)
-    assert not index.known(P)
+    assert not index.knows_all_of(P)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_prompt_of_which_nothing_is_kept_is_not_expected() -> None:
 def test_a_forgotten_place_s_expectations_are_not_another_s() -> None:
     index = index_with(stored(ATTENTION, blocks(2)))
     index.expect(P, PROMPT, Hit(18, 0), until=5.0)
-    index.forget(P)
+    index.drop_place(P)
     index.expect(Q, PROMPT, Hit(18, 0), until=9.0)
     assert index.look_up(PROMPT, TOKENS, 6.0) == {Q: Hit(18, 0)}
 
