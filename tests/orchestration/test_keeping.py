@@ -33,7 +33,7 @@ class KeepingCluster(FakeCluster):
             self.amend(node.name, keeps=True, ranks=ranks)
         source = TextPrefixSource(self.pool, self.clock) if by_text else None
         numbers, limits = itertools.count(), LimitsByKey({"small": KeyLimits(kept_tokens=100)})
-        book = Conversations(keep, lambda: f"conversation-{next(numbers)}", limits, 3600.0)
+        self.book = book = Conversations(keep, lambda: f"conversation-{next(numbers)}", limits, 3600.0)
         keeping = Keeping(book, self.clock, self.context.metrics.keeps, source)
         self.context = dataclasses.replace(self.context, prefix_source=source, keeping=keeping)
         self.orchestrator = Orchestrator(self.context)
@@ -78,6 +78,18 @@ async def test_a_conversation_that_comes_back_is_kept_for_its_next_turn() -> Non
     assert cluster.count("pdproxy_keep_turns_total", outcome="there") == 1
     assert cluster.count("pdproxy_keep_tokens_total", kind="hit") > 0
     assert cluster.orders(Role.DECODE) == [(name, {}) for name, _ in cluster.orders(Role.DECODE)]
+    await cluster.settle()
+
+
+async def test_no_conversation_is_looked_for_until_a_node_can_keep_one() -> None:
+    cluster = KeepingCluster()
+    for node in cluster.nodes:
+        cluster.amend(node.name, keeps=False)
+    await cluster.say(0, session=7)
+    assert len(cluster.book) == 0
+    cluster.amend("p0", keeps=True)
+    await cluster.say(1, after=4, session=7)
+    assert len(cluster.book) == 1
     await cluster.settle()
 
 
