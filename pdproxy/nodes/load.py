@@ -70,6 +70,8 @@ WEIGHT_AT_0, WEIGHT_FAR, FAR = 2.0, 0.1, 4096.0
 """Weights, in samples, of the points that stand for `START` at 0 and at `FAR` tokens. Prompts of one size tell nothing
 of what is fixed: they are taken to tell what a token takes. So the far point moves with the samples, and that at 0 does
 not."""
+_WEIGHTS, _FAR_X, _FAR_XX = WEIGHT_AT_0 + WEIGHT_FAR, WEIGHT_FAR * FAR, WEIGHT_FAR * FAR * FAR
+"""Their sums of weights, x and xx."""
 MOST_TIMES = 8.0
 """A sample counts as at most so many times what was expected: one stall must not make a place slow for long."""
 MOST_WEIGHT = 1e100
@@ -121,14 +123,14 @@ class _Line:
         """Through the samples and the two points. Where the far one lies follows from what a token takes if ``START``
         says right what is fixed."""
         weight, x, y, xx, xy = self._sums
-        fixed, far_xx = self._start.fixed, WEIGHT_FAR * FAR * FAR
-        per_token = (xy - fixed * x + far_xx * self._start.per_token) / (xx + far_xx)
+        fixed = self._start.fixed
+        per_token = (xy - fixed * x + _FAR_XX * self._start.per_token) / (xx + _FAR_XX)
         far = fixed + FAR * min(max(per_token, LEAST_PER_TOKEN), MOST_PER_TOKEN)
-        weight += WEIGHT_AT_0 + WEIGHT_FAR
-        x += WEIGHT_FAR * FAR
+        weight += _WEIGHTS
+        x += _FAR_X
         y += WEIGHT_AT_0 * fixed + WEIGHT_FAR * far
-        xx += far_xx
-        xy += WEIGHT_FAR * FAR * far
+        xx += _FAR_XX
+        xy += _FAR_X * far
         slope = min(max((weight * xy - x * y) / (weight * xx - x * x), LEAST_PER_TOKEN), MOST_PER_TOKEN)
         self.pace = Pace(min(max((y - slope * x) / weight, LEAST_FIXED), MOST_FIXED), slope)
 

@@ -61,7 +61,7 @@ class PoolEntry:
         progressed_at: monotonic seconds when a leg last received something from the node.
         leaving: set when running streams should move elsewhere.
         idle: set while no leg is in flight.
-        alarms: called when active health gives the node up, by the slots of the legs that wait for that.
+        slots: those that are held on it, in the order in which they were taken.
         records: how its legs ended.
         out_by: the id of the request whose failure opened the circuit; "" where active health did.
         left: it is not in the pool any more; legs that run on it end later.
@@ -77,7 +77,7 @@ class PoolEntry:
     progressed_at: float = float("-inf")
     leaving: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    alarms: dict["Slot", Callable[[], None]] = dataclasses.field(default_factory=dict)
+    slots: dict["Slot", None] = dataclasses.field(default_factory=dict)
     records: defaultdict[Leg, LegRecord] = dataclasses.field(default_factory=lambda: defaultdict(LegRecord))
     out_by: str = ""
     left: bool = False
@@ -107,8 +107,9 @@ class PoolEntry:
     def send_legs_away(self) -> None:
         """Have streams move, and legs that wait for an answer fail, where there is another node for them."""
         self.leaving.set()
-        for alarm in tuple(self.alarms.values()):
-            alarm()
+        for slot in tuple(self.slots):
+            if slot.alarm is not None:
+                slot.alarm()
 
     def state(self) -> State:
         """The state that plans are made from."""
@@ -130,13 +131,14 @@ class Slot:
         on_release: called with ``entry`` and the slot.
 
     Attributes:
+        alarm: called each time that active health finds the node gone; None where the leg does not wait for that.
         trial: it tries a half-open circuit.
         takes_room: of the node's caches.
     """
 
     __slots__ = (
-        "_began", "_book", "_clock", "_ended", "_entry", "_load", "_on_release", "_place", "_queued", "takes_room",
-        "trial",
+        "_began", "_book", "_clock", "_ended", "_entry", "_load", "_on_release", "_place", "_queued", "alarm",
+        "takes_room", "trial",
     )  # fmt: skip
 
     def __init__(
@@ -149,6 +151,7 @@ class Slot:
     ) -> None:
         view = entry.view
         self._entry: PoolEntry | None = entry
+        self.alarm: Callable[[], None] | None = None
         self._clock = clock
         self._book = book
         self._load = load
@@ -167,6 +170,7 @@ class Slot:
         place.sequences += sequences
         view.active += 1
         view.changed(place)
+        entry.slots[self] = None
 
     def computed(self, tokens: int | None = None) -> None:
         """The prompt that was to be computed is computed. Idempotent.
@@ -206,21 +210,12 @@ class Slot:
         if self._entry is not None:
             self._entry.progressed_at = self._clock.now()
 
-    def on_node_down(self, alarm: Callable[[], None] | None) -> None:
-        """Call ``alarm`` each time that active health finds the node gone; None ends that."""
-        if self._entry is None:
-            return
-        if alarm is None:
-            self._entry.alarms.pop(self, None)
-        else:
-            self._entry.alarms[self] = alarm
-
     def end_leg(self) -> None:
         """The leg is over. What it takes of the caches counts until the slot is released: its ticket is not read yet.
         Idempotent."""
         entry = self._entry
         if entry is not None and not self._ended:
-            self.on_node_down(None)
+            self.alarm = None
             self.computed()
             self._ended = True
             self._place.legs -= 1
@@ -232,8 +227,8 @@ class Slot:
         entry = self._entry
         if entry is None:
             return
-        entry.alarms.pop(self, None)
-        self._entry = None
+        del entry.slots[self]
+        self._entry = self.alarm = None
         place, load = self._place, self._load
         if not self._ended:
             place.legs -= 1

@@ -31,10 +31,10 @@ class LegWait:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
-        self._slot.on_node_down(self._on_node_down)
+        self._slot.alarm = self._on_node_down
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._slot.on_node_down(None)
+        self._slot.alarm = None
         if self._handle is None:
             return
         self._handle.cancel()  # where the wait ended first

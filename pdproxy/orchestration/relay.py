@@ -37,6 +37,7 @@ class Relay:
         self, context: OrchestrationContext, upstream: UpstreamRequest, on_finished: Callable[[Outcome], None]
     ) -> None:
         self._context = context
+        self._now = context.clock.now
         self._upstream = upstream
         self._sub_request = upstream.sub_request
         self._on_finished = on_finished
@@ -167,7 +168,7 @@ class Relay:
 
     def _passed_on(self, piece: bytes) -> bool:
         """Something came from the node, and this of it goes to the client; whether the stream stays on the node."""
-        now = self._context.clock.now()
+        now = self._now()
         if piece:
             if self._moved is not None:
                 self._record_move()

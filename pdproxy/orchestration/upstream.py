@@ -309,7 +309,7 @@ class UpstreamRequest:
 
     def on_node_down(self, alarm: Callable[[], None]) -> None:
         """Call ``alarm`` each time that active health finds the decode node gone."""
-        _held(self._slot).on_node_down(alarm)
+        _held(self._slot).alarm = alarm
 
     def progress(self) -> None:
         """Report to active health that the decode node is at work."""

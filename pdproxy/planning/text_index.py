@@ -116,14 +116,9 @@ class TextIndex:
     def look_up(self, chain: Chain, now: float) -> dict[Place, Hit]:
         """How many tokens of the prompt each place may have cached; not yet cut to blocks."""
         depths, states = self._deepest(chain, now - self._life)
-        tokens, hits = {0: 0}, dict[Place, Hit]()
-        for place, end in depths.items():
-            resume = states.get(place, 0)
-            for each in (end, resume):
-                if each not in tokens:
-                    tokens[each] = self.tokens(chain, each)
-            hits[place] = Hit(tokens[end], tokens[resume])
-        return hits
+        tokens = {end: self.tokens(chain, end) for end in {*depths.values(), *states.values()}}
+        tokens[0] = 0
+        return {place: Hit(tokens[end], tokens[states.get(place, 0)]) for place, end in depths.items()}
 
     def _deepest(self, chain: Chain, oldest: float) -> tuple[dict[Place, int], dict[Place, int]]:
         """The last of its marks that each place met since then, and the last one before at which it has a state."""

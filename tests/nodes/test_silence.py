@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -98,7 +99,7 @@ async def test_a_frozen_node_is_given_up_within_two_seconds(caplog: pytest.LogCa
     cluster, alarms = Cluster(decodes=2), []
     async with cluster.watched():
         with cluster.streams("d1", "d2") as (frozen, other):
-            frozen.on_node_down(lambda: alarms.append("d1"))
+            frozen.alarm = lambda: alarms.append("d1")
             await cluster.pass_time(1, frozen, other)
             cluster.freeze("d1")
             leaving = cluster.pool.leaving("d1")
@@ -139,7 +140,7 @@ async def test_the_last_prefill_node_is_given_up_for_a_decode_node_can_compute(p
         with cluster.streams("d1") as (stream,), cluster.streams(*names) as slots:
             alarms: list[str] = []
             for name, slot in zip(names, slots, strict=True):
-                slot.on_node_down(lambda name=name: alarms.append(name))  # type: ignore[misc]
+                slot.alarm = functools.partial(alarms.append, name)
             cluster.freeze(*names)
             await cluster.pass_time(4.9, stream)
             assert sorted(alarms) == names

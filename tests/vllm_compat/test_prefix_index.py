@@ -55,7 +55,7 @@ def test_two_engines_with_other_groups_in_one_index() -> None:
             engine.live()
             list(check(engine, hasher))
     for engine in engines:
-        index.forget(engine.place)
+        index.drop_place(engine.place)
     assert not len(index)
 
 
@@ -81,7 +81,7 @@ def test_after_a_gap_it_never_says_more_than_there_is(name: str) -> None:
     engine, hasher, hits = Engine(model, PrefixIndex(model.scheme), seed=8), PromptHasher(model.scheme), 0
     for turn in range(TURNS):
         if turn % 10 == 9:
-            engine.events.index.forget(engine.place)
+            engine.events.index.drop_place(engine.place)
         engine.live()
         for salt, prompt in engine.prompts():
             hashes = hasher.hashes(prompt, PromptExtras(salt=salt)) or ()
