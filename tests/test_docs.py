@@ -47,8 +47,12 @@ def links(page: Path) -> Iterator[tuple[Path, str]]:
 @functools.cache
 def anchors(page: Path) -> frozenset[str]:
     """The headings of a page, as GitHub names them."""
-    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
-    return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
+    return frozenset(map(slug, re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)))
+
+
+def slug(heading: str) -> str:
+    """A heading as links name it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @functools.cache

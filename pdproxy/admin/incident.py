@@ -169,7 +169,7 @@ def _of_hand_overs(seen: Seen) -> Iterator[Finding]:
 def _of_ends(seen: Seen, cause: Cause) -> Iterator[Finding]:
     began = seen.now - _first(seen.recent.bad, seen.now)
     if cause is Cause.LOAD:
-        text = "Requests were turned away, for too many run or wait: nodes are too few, or limits.* too low."
+        text = "Requests were turned away: too many run or wait, or an API key has had what it may."
         yield Finding(text, began)
     elif cause is Cause.PROXY and not seen.not_ready and not silent_roles(seen):
         yield Finding("Requests failed, and no leg on a node did: the log names each of them.", began)

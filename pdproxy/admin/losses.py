@@ -4,19 +4,25 @@ from collections.abc import Iterator, Sequence
 
 from pdproxy.admin.seen import Seen, of_role
 from pdproxy.nodes.node import SERVING, NodeView, Role, State
+from pdproxy.observe.labels import Outcome
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 
 SLOWER = "Served, slower: decode nodes compute the prompts themselves."
+TURNED_AWAY = "Some requests get a 429: they may ask again."
 
 
 def loss(seen: Seen) -> str:
-    """A sentence for each model whose clients lose something; "" where none do."""
+    """A sentence for each model whose clients lose something, and one for requests turned away; "" where there are
+    none."""
     models = sorted({view.node.model for view in seen.nodes if view.node.model})
     told: dict[str, str] = {}
     for model in models or [""]:
         for sentence in _of_model(seen, [view for view in seen.nodes if view.node.serves(model)]):
             told[sentence] = f"{told[sentence]}, {model}" if sentence in told else model
-    return " ".join(f"{names}: {sentence}" if len(models) > 1 else sentence for sentence, names in told.items())
+    sentences = [f"{names}: {sentence}" if len(models) > 1 else sentence for sentence, names in told.items()]
+    if any(end.outcome is Outcome.REJECTED for end in seen.bad_now()):
+        sentences.append(TURNED_AWAY)
+    return " ".join(sentences)
 
 
 def _of_model(seen: Seen, nodes: Sequence[NodeView]) -> Iterator[str]:
@@ -35,6 +41,8 @@ def _of_model(seen: Seen, nodes: Sequence[NodeView]) -> Iterator[str]:
         yield SLOWER
     elif seen.hand_overs.fail:
         yield SLOWER
+    elif seen.hand_overs.used.mostly_in_vain:
+        yield "Served, slower: decode nodes compute most of the prompts again that were handed over."
     for role, views, left in ((Role.PREFILL, prefills, prefills_left), (Role.DECODE, decodes, decodes_left)):
         full = sum(view.state is not State.PROBING for view in left)
         if left and full < len(views):

@@ -10,9 +10,6 @@ from collections.abc import Iterator, Sequence
 from pdproxy.nodes.hand_overs import RECENT, Used
 from pdproxy.nodes.node import SERVING, Bars, Node, Role, Snapshot, State
 
-ENOUGH, MANY = 20, 0.5
-"""So many tickets of which such a part was of no use say that something is wrong, whichever pairs they were of."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HandOverVerdict:
@@ -55,7 +52,7 @@ def verdict(now: Snapshot, used: Used) -> HandOverVerdict:
     works = any(_makes_pair(prefill, decode, now.bars) for decode in decodes for prefill in prefills)
     if not works and not why:
         why += _unlike(prefills, decodes)
-    if used.tickets >= ENOUGH and used.share >= MANY:
+    if used.mostly_in_vain:
         why.append(
             f"{used.in_vain:,} of the last {used.tickets:,} tickets were of no use: their prompts were computed twice"
         )

@@ -32,6 +32,8 @@ LONGEST = 120.0
 """Seconds until a pair is tested again that hands nothing over: soon after its network is mended it is to be used."""
 RECENT = 5
 """Minutes for which it is counted how many tickets were of use."""
+ENOUGH, MANY = 20, 0.5
+"""So many tickets of which such a part was of no use say that something is wrong, whichever pairs they were of."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +59,11 @@ class Used:
     def share(self) -> float:
         """The part that was of no use."""
         return self.in_vain / self.tickets if self.tickets else 0.0
+
+    @property
+    def mostly_in_vain(self) -> bool:
+        """Whether so many were of no use that something is wrong."""
+        return self.tickets >= ENOUGH and self.share >= MANY
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,6 +1,5 @@
 """The questions of an incident, answered from what a proxy has seen. The texts are those of the page."""
 
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdproxy.admin.incident import Cause, Finding, Incident, incident
-from pdproxy.admin.next_step import DOCS, HERE, NextStep, next_step
+from pdproxy.admin.next_step import DOCS, HERE, PAGE, NextStep, Section, next_step
 from pdproxy.admin.seen import JUST_NOW, WINDOW, Seen
 from pdproxy.errors import ClientError, Fault
 from pdproxy.nodes.hand_over_verdict import HandOverVerdict, verdict
@@ -21,6 +20,7 @@ from pdproxy.orchestration.request_record import RequestRecord
 from pdproxy.request import Endpoint
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 from tests.orchestration.cluster import FakeCluster
+from tests.test_docs import anchors
 
 ROOT = Path(__file__).parents[2]
 NOW = 10_000.0
@@ -107,7 +107,7 @@ def test_a_dead_process_is_asked_for_by_a_command_that_can_be_pasted() -> None:
     found = step([view("p0"), view("d0", State.DOWN, 190.0, KILLED), view("d1")])
     assert found.command == "curl -sS -i -m 5 http://d0:8000/health"
     assert "no process listens" in found.what
-    assert found.docs == f"{DOCS}/node-failures.md#when-something-dies"
+    assert found.docs == f"{DOCS}/troubleshooting.md#a-node-is-down"
 
 
 def test_a_node_that_fails_and_gets_requests_is_named() -> None:
@@ -154,10 +154,8 @@ def test_all_nodes_of_a_role_on_several_hosts_that_are_silent_point_to_us() -> N
         f"d0 has been down for 60 s ({SILENT}). Nothing comes back from it.",
     ]
     asked = step(nodes, not_ready="no decode node serves")
-    assert (asked.command, asked.page) == (
-        "curl -sS -i -m 5 http://d0:8000/health",
-        "node-failures.md#a-node-that-freezes",
-    )
+    assert asked.command == "curl -sS -i -m 5 http://d0:8000/health"
+    assert asked.section == Section.NOTHING_COMES_BACK_FROM_ANY_NODE
 
 
 def test_one_silent_node_of_each_role_points_to_us() -> None:
@@ -207,10 +205,7 @@ def test_a_refused_node_is_named_with_its_setting() -> None:
     found = ask(nodes)
     assert (found.cause, found.nodes) == (Cause.NODE, ["d1"])
     assert texts(found.now) == ["d1 has been refused for 20 s (mamba_cache_mode is 'all' there)."]
-    assert (step(nodes).command, step(nodes).page) == (
-        "pdproxy check",
-        "compatibility.md#what-must-be-equal-and-what-may-differ",
-    )
+    assert (step(nodes).command, step(nodes).section) == ("pdproxy check", Section.A_NODE_IS_REFUSED)
 
 
 def test_a_drain_is_told_and_is_no_incident() -> None:
@@ -284,13 +279,7 @@ def test_what_clients_of_each_model_lose() -> None:
 def test_every_link_into_the_docs_leads_to_a_heading() -> None:
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     assert urls["Documentation"] == DOCS
-    pages = re.findall(r'"([\w-]+\.md(?:#[\w-]+)?)"', (ROOT / "pdproxy/admin/next_step.py").read_text())
-    assert len(pages) >= 8
-    for page in pages:
-        file, _, section = page.partition("#")
-        headings = re.findall(r"^#+ (.+)$", (ROOT / "docs" / file).read_text(), re.MULTILINE)
-        slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-        assert not section or section in slugs, page
+    assert set(Section) <= anchors(ROOT / "docs" / PAGE)
 
 
 def test_requests_that_fail_without_a_node_are_ours() -> None:
@@ -308,6 +297,28 @@ def test_requests_that_are_turned_away_are_load() -> None:
     found = ask(recent=seen(ends={Outcome.REJECTED: [9.0, 8.0]}))
     assert (found.cause, found.hit.rejected) == (Cause.LOAD, 2)
     assert found.now[0].what.startswith("Requests were turned away")
+    assert found.loss == "Some requests get a 429: they may ask again."
+    over = ask(recent=seen(ends={Outcome.REJECTED: [JUST_NOW + 1]}))
+    assert over.loss == ""
+
+
+def test_prompts_that_are_computed_twice_are_a_loss() -> None:
+    assert ask(used=Used(20, 9)).loss == ""
+    found = ask(used=Used(20, 10))
+    assert found.loss == "Served, slower: decode nodes compute most of the prompts again that were handed over."
+
+
+def test_a_node_that_goes_away_has_a_next_step_though_nothing_is_wrong() -> None:
+    drained = step([view("p0"), view("d0", State.DRAINING, 5.0), view("d1")])
+    assert (drained.command, drained.section) == (f"curl -sS -X POST {HERE}/nodes/d0/rejoin", Section.A_NODE_GOES_AWAY)
+    ending = step([view("p0"), view("d0", State.TERMINATING, 5.0), view("d1")])
+    assert (ending.command, ending.section) == (f"curl -sS {HERE}/nodes", Section.A_NODE_GOES_AWAY)
+
+
+def test_a_node_that_does_not_join_may_have_a_wrong_address() -> None:
+    found = step([view("p0"), view("d0", State.JOINING, 5.0, "cannot be reached: d0: connection refused"), view("d1")])
+    assert "correct its address" in found.what
+    assert found.section == Section.A_NODE_DOES_NOT_JOIN
 
 
 def test_nodes_that_exchange_no_tickets() -> None:

@@ -27,7 +27,7 @@ from tests.watch.process import SOON, Process, serving
 SETTINGS: Mapping[str, Any] = {"health": {"interval": 1.0, "slow_start": 0.0}}
 HOSTS = {"prefill-0": "127.0.0.1", "decode-0": "127.0.0.2", "decode-1": "127.0.0.3"}
 """Each node is on a host of its own, for some sentences are of hosts."""
-WIDTH, HEIGHT = 820, 560
+WIDTH, HEIGHT = 1000, 600
 """Pixels of a picture: the page's first section."""
 
 
