@@ -184,6 +184,12 @@ def test_a_docstring_that_hides_its_subject_is_found() -> None:
         assert not HIDDEN.search(text)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_with_prompts_are_marked_so_that_commands_are_copied_alone(page: Path) -> None:
+    blocks = re.findall(r"^ *```(\w*)\n *(.*)$", text_of(page), re.MULTILINE)
+    assert [line for kind, line in blocks if line.startswith("$ ") and kind != "console"] == []
+
+
 SENTENCE = re.compile(r"(?:^|(?<=[.!?:] )|(?<=\*\*))(?:Of|What|Whatever|Whoever) [^.?!:]*[.?!:]?")
 """A sentence that hides its subject; "It" and "That" may have one in the sentence before."""
 
