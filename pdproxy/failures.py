@@ -314,6 +314,11 @@ Requests that one node answers by itself (embeddings, tokenize, score, …) have
 be reached, the proxy asks another one. After any other fault nobody knows what was done, and the client gets the error.
 The deadlines are those of a decode leg. The node's answer is passed on whatever its status.
 
+A leg has the rows of what is asked, whatever else its node does. A node of both roles has the rows of either leg, and a
+prompt that it computes and answers alone has those of a decode leg. A fault that takes it out takes it out for both:
+prompts that it computed for others and nobody has read are computed anew, and its streams migrate. The last such node
+leaves nobody: clients get our error until it serves again.
+
 A request can cause most faults on a healthy node. Such a fault counts in full once another node has served the request,
 and by half if none does; how many of them in a row take a node out depends on its peers, and one request takes out at
 most one node of a role ([when a node is taken out](reliability.md#when-a-node-is-taken-out)).

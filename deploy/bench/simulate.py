@@ -91,6 +91,8 @@ class SimulatedNode:
         self.free_at = 0.0
         self.streams = 0
         self._fleet = fleet
+        self._computed = 0
+        """Prompts that have left the queue."""
         self._tokens = 0.0
         """The tokens of a stream that runs since ever, as of ``_at``."""
         self._at = 0.0
@@ -107,8 +109,10 @@ class SimulatedNode:
     def compute(self, prompt: HashedPrompt, clock: FakeClock) -> Generator[float, None, int]:
         """Wait for the prompt's turn and compute it: how many of its tokens were. Yields the seconds to wait."""
         self.queue.append(prompt)
-        while self.queue[0] is not prompt or self.free_at > clock.now():
-            yield max(LEAST_WAIT, self.free_at - clock.now())
+        turn, least = self._computed + len(self.queue) - 1, self._fleet.step if self._fleet.chunk else 0.0
+        while turn > self._computed or self.free_at > clock.now():
+            ahead = max(0, turn - self._computed - 1)
+            yield max(LEAST_WAIT, self.free_at - clock.now() + ahead * least)
         computed = left = self.cache.compute(prompt)
         fixed = self._fleet.overhead
         while left > 0:
@@ -119,6 +123,7 @@ class SimulatedNode:
             while self.free_at > clock.now():
                 yield self.free_at - clock.now()
         self.queue.popleft()
+        self._computed += 1
         self._tell()
         return computed
 

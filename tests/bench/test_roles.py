@@ -6,7 +6,19 @@ import pytest
 
 from deploy.bench.engines.paces import fitted
 from deploy.bench.outcome import Stream
-from deploy.bench.roles import EQUAL, MACHINES, TABLES_BEGIN, Bounds, Row, main, rows, strict_table, table
+from deploy.bench.roles import (
+    EQUAL,
+    MACHINES,
+    TABLES_BEGIN,
+    TRACES,
+    Bounds,
+    Row,
+    flipped,
+    main,
+    rows,
+    strict_table,
+    table,
+)
 
 BOUNDS = Bounds(1.0, 0.05)
 
@@ -35,10 +47,21 @@ def test_a_table_compares_with_the_best_split_and_says_what_is_missed() -> None:
 
 def test_a_bound_for_the_longest_time_without_a_token_is_told_apart() -> None:
     machine = MACHINES["assumed"]
-    found = [Row("day", {EQUAL: [stream(0.1, 0.02, 0.4)], "1P2D": [stream(0.1, 0.03)]})]
+    found = [Row("day", {EQUAL: [stream(0.1, 0.02, 0.4)], "1P2D": [stream(0.1, 0.035)]})]
     text = strict_table(found, machine)
-    assert "| day | 25 ms, mean | 100.0% | 0.0% (1P2D) |" in text
+    assert "| day | 30 ms, mean | 100.0% | 0.0% (1P2D) |" in text
     assert "| day | 100 ms, longest | 0.0% | 100.0% (1P2D) |" in text
+
+
+def test_a_controller_that_flips_roles_has_the_best_split_of_each_kind() -> None:
+    good, bad = stream(0.1, 0.01), stream(2.0, 0.01)
+    long, short, turns = TRACES[:3]
+    found = [
+        Row(long, {EQUAL: [bad], "1P2D": [bad], "2P1D": [good]}),
+        Row(short, {EQUAL: [good] * 3, "1P2D": [good, good, bad], "2P1D": [bad] * 3}),
+        Row(turns, {EQUAL: [good, good, good, bad], "1P2D": [bad] * 4, "2P1D": [bad] * 4}),
+    ]
+    assert flipped(found, BOUNDS).endswith("first second on: 75.0%; both roles: 75.0%.")
 
 
 def test_every_split_is_looked_at_and_of_many_nodes_some() -> None:

@@ -131,3 +131,15 @@ async def test_a_role_that_is_new_waits_for_its_tests() -> None:
     assert (await ask(cluster)).route == "disaggregated"
     await asyncio.sleep(0)
     await cluster.settle()
+
+
+async def test_a_stream_of_the_only_node_ends_with_an_error_event() -> None:
+    """Nobody else could go on with it; the next request finds the node again."""
+    cluster = FakeCluster(0, 0, shared=1)
+    cluster.shared[0].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
+    got = await cluster.ask(COMPLETIONS, body_for(COMPLETIONS, stream=True))
+    assert got.status == 200
+    assert b'"code": "excluded"' in got.body
+    assert got.body.endswith(b"data: [DONE]\n\n")
+    await ask(cluster, "r-2")
+    await cluster.settle()
