@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -78,9 +79,14 @@ class Agents:
     output: int = 120
     within: float = 30.0
     tool: float = 1.0
+    tools: tuple[float, float] | None = None
+    """The least and the most seconds of a tool, all lengths between them as likely on a logarithmic scale; None: around
+    ``tool``."""
     sub_agents: float = 0.12
     """The chance of a call to start two of them."""
     sub_calls: int = 4
+    abandoned: float = 0.0
+    """The chance of an agent to be left alone at some call."""
 
 
 def agents(shape: Agents = Agents(), seed: int = 1, name: str = "agents") -> Trace:
@@ -89,12 +95,14 @@ def agents(shape: Agents = Agents(), seed: int = 1, name: str = "agents") -> Tra
     systems = [writer.text(shape.system) for _ in range(shape.kinds)]
     for number in range(shape.agents):
         prompt: Prompt = (systems[number % shape.kinds], writer.about(shape.task))
-        first = writer.dice.uniform(0, shape.within)
-        for call, context in _calls(writer, shape, number, prompt, first, None, shape.calls):
+        first, calls = writer.dice.uniform(0, shape.within), shape.calls
+        if shape.abandoned and writer.dice.random() < shape.abandoned:
+            calls = writer.dice.randrange(1, calls)
+        for call, context in _calls(writer, shape, number, prompt, first, None, calls):
             if writer.dice.random() < shape.sub_agents:
                 for _ in range(2):
                     task = (*context, writer.about(shape.task))
-                    wait = writer.dice.expovariate(1 / shape.tool)
+                    wait = _pause(writer, shape)
                     for _ in _calls(writer, shape, number, task, wait, call, shape.sub_calls):
                         pass
     return writer.trace()
@@ -108,8 +116,16 @@ def _calls(
         said = writer.about(shape.output)
         last = writer.ask(at, last, session, prompt, said.tokens)
         prompt = (*prompt, said, writer.about(shape.result))
-        at = writer.dice.expovariate(1 / shape.tool)
+        at = _pause(writer, shape)
         yield last, prompt
+
+
+def _pause(writer: _Writer, shape: Agents) -> float:
+    """Seconds until a tool has its result."""
+    if shape.tools is None:
+        return writer.dice.expovariate(1 / shape.tool)
+    least, most = shape.tools
+    return math.exp(writer.dice.uniform(math.log(least), math.log(most)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,11 +204,15 @@ def turning(shape: Turning, seed: int = 1, name: str = "turning") -> Trace:
     return writer.trace()
 
 
+TOOLS = Agents(agents=24, calls=10, within=60.0, tools=(1.0, 120.0), sub_agents=0.15, abandoned=0.25)
+"""Tools that take up to two minutes, sub-agents beside each other, and one agent in four that is left alone: more than
+the caches hold."""
 ALL: Mapping[str, Callable[[int], Trace]] = MappingProxyType(
     {
         "chat": lambda seed: chat(seed=seed),
         "chat-busy": lambda seed: chat(Chat(200, systems=12, within=60.0), seed, "chat-busy"),
         "agents": lambda seed: agents(seed=seed),
+        "agents-tools": lambda seed: agents(TOOLS, seed, "agents-tools"),
         "documents": lambda seed: documents(seed=seed),
         "hot-prefix": lambda seed: single(Single(4000, 300, 400), seed, "hot-prefix"),
         "no-reuse": lambda seed: single(Single(0, 200, 1800), seed, "no-reuse"),

@@ -12,14 +12,16 @@ It follows vLLM 0.32 with ``mamba_cache_mode=align`` and its default retention, 
 - After a pull a decode node keeps the attention blocks, and a state only with a unit (this project's connector ends a
   hand-over there).
 
+- Entries of a `Hold` are evicted last, when nothing else is left (`node_keeps`).
+
 What is left out: blocks that running requests hold are evicted like others, and a decode node keeps nothing of the
 tokens that it generates.
 """
 
 import dataclasses
 import enum
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pdproxy.nodes.node import Binding, Capacity
 from pdproxy.planning.prefix import Hit
@@ -103,12 +105,30 @@ class Pulled:
     computed: int
 
 
-class HybridCache:
-    """One place's caches. Every method names what changed by events, which `take_events` hands over."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Hold:
+    """Entries that are evicted last: a prefix of a prompt and the state behind it; ``blocks`` of the pool.
 
-    def __init__(self, shape: CacheShape) -> None:
+    Attributes:
+        tokens: that a prompt which goes on from them need not compute.
+    """
+
+    entries: tuple[tuple[Kind, int], ...]
+    tokens: int
+    blocks: int
+
+
+class HybridCache:
+    """One place's caches. Every method names what changed by events, which `take_events` hands over.
+
+    ``give_up``: has to `release` one hold at least; called when an entry must go and all are held.
+    """
+
+    def __init__(self, shape: CacheShape, give_up: Callable[[], None] = lambda: None) -> None:
         self.shape = shape
+        self._give_up = give_up
         self._entries: OrderedDict[tuple[Kind, int], None] = OrderedDict()
+        self._held: Counter[tuple[Kind, int]] = Counter()
         self._used = 0
         self._events: list[CacheEvent] = []
 
@@ -159,9 +179,36 @@ class HybridCache:
         self._store(prompt, hit.attention, states)
         return Pulled(max(0, handed - hit.attention), prompt.tokens - handed)
 
+    def resumable(self, prompt: HashedPrompt, *, ended: bool = False) -> Hold:
+        """The entries that a prompt would resume from; or, where it has ended, one that goes on from it."""
+        longer = HashedPrompt(prompt.tokens + 1, prompt.hashes) if ended else prompt
+        resume = self.hit(longer).resume
+        found = [(Kind.ATTENTION, self._key(longer, tokens)) for tokens in self._blocks(longer, resume)]
+        if resume and self.shape.state_groups:
+            found.append((Kind.STATE, self._key(longer, resume)))
+        return Hold(tuple(found), resume, sum(self._cost(kind) for kind, _ in found))
+
+    def hold(self, hold: Hold) -> None:
+        """Evict these last, until they are released."""
+        self._held.update(hold.entries)
+
+    def release(self, hold: Hold) -> None:
+        """Entries that no other hold has are as if they had just been used."""
+        for entry in reversed(hold.entries):
+            self._held[entry] -= 1
+            if not self._held[entry]:
+                del self._held[entry]
+                self._renew(*entry)
+
+    def held_with(self, hold: Hold, others: Iterable[Hold]) -> int:
+        """Blocks of these holds together."""
+        entries = {entry for each in (hold, *others) for entry in each.entries}
+        return sum(self._cost(kind) for kind, _ in entries)
+
     def clear(self) -> None:
         """The process was started anew."""
         self._entries.clear()
+        self._held.clear()
         self._used = 0
         self._events.clear()
 
@@ -258,7 +305,12 @@ class HybridCache:
 
     def _evict(self) -> None:
         while self._used > self.shape.blocks:
-            (kind, key), _ = self._entries.popitem(last=False)
+            oldest = next((entry for entry in self._entries if entry not in self._held), None)
+            if oldest is None:
+                self._give_up()
+                continue
+            kind, key = oldest
+            del self._entries[oldest]
             self._used -= self._cost(kind)
             self._events.append(Removed(kind, key))
 

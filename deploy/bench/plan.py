@@ -5,6 +5,7 @@ all that are there.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections import Counter
@@ -20,6 +21,7 @@ from deploy.bench.recorded import mooncake, rescaled, weka
 from deploy.bench.replay import ReplayError, run
 from deploy.bench.routers import RIVALS, Router, make_environments, pdproxy
 from deploy.bench.simulate import Fleet, Simulation
+from deploy.bench.sticky import Sticky
 from deploy.bench.traces import Trace, without_sessions
 from deploy.local.bootstrap import BootstrapError
 from deploy.local.paths import RUNS
@@ -105,6 +107,11 @@ def _recorded(asked: argparse.Namespace) -> Iterator[Trace]:
 def _simulate(way: str, trace: Trace, fleet: Fleet, store: Store) -> None:
     for routing in Routing:
         store.keep(way, trace.name, Simulation(routing, fleet).run(trace))
+    if all(request.session is not None for request in trace.requests):
+        stock = dataclasses.replace(fleet, keep_share=0.0)
+        sticky = Simulation(Routing.SESSION, stock, policy=Sticky()).run(trace)
+        sticky.name = "sticky, as vllm-router's"
+        store.keep(way, trace.name, sticky)
     bare = Simulation(Routing.CACHE, fleet).run(without_sessions(trace))
     bare.name = f"{Routing.CACHE} {NO_SESSIONS}"
     store.keep(way, trace.name, bare)
@@ -112,12 +119,13 @@ def _simulate(way: str, trace: Trace, fleet: Fleet, store: Store) -> None:
 
 def _replay(traces: Sequence[Trace], fleet: Fleet, store: Store, asked: argparse.Namespace) -> int:
     wanted = [router for router in (*_ours(), *RIVALS) if not asked.only or any(w in router.name for w in asked.only)]
+    stock = dataclasses.replace(fleet, keep_share=0.0)  # other routers ask for no keeps: their nodes are vLLM's own
     try:
         make_environments()
         with stop_signals():
             for trace in traces:
                 for router in wanted:
-                    _replay_one(trace, router, fleet, store)
+                    _replay_one(trace, router, stock if router in RIVALS else fleet, store)
     except (BootstrapError, PartEndedError, ReplayError, Stopped) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

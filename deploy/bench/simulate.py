@@ -14,28 +14,39 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
-from deploy.bench.hybrid_cache import CacheEvent, CacheShape, HashedPrompt, HybridCache, Kind, Removed
+from prometheus_client import CollectorRegistry
+
+from deploy.bench.hybrid_cache import CacheEvent, CacheShape, HashedPrompt, Kind, Removed
 from deploy.bench.kv_events import ROOT
+from deploy.bench.node_keeps import NodeKeeps
 from deploy.bench.outcome import Outcome, Stream
-from deploy.bench.traces import Trace, hashed
+from deploy.bench.traces import Prompt, Trace, hashed
 from pdproxy.events.prefix_source import EXPECTED_SECONDS
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.load import Work
 from pdproxy.nodes.node import BOTH, DECODE, NO_FOOTPRINT, PREFILL, Footprint, Node, Role, Roles, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad, Slot
+from pdproxy.observe.keep_metrics import KeepMetrics
+from pdproxy.orchestration.keeping import PromptKeep
 from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme
 from pdproxy.planning.cache_aware import ITL_BUDGET
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, GroupKind
-from pdproxy.planning.plan import PlanPolicy, plan
-from pdproxy.planning.plan_types import Plan, PlanInput
+from pdproxy.planning.conversations import Conversations
+from pdproxy.planning.plan import PlanPolicy, RoutingPolicy, plan
+from pdproxy.planning.plan_types import NextTurn, Plan, PlanInput
 from pdproxy.planning.policies import policy_named
 from pdproxy.planning.prefix import HitSource, Place, PromptHits
 from pdproxy.planning.prefix_index import PrefixIndex
-from pdproxy.settings.types import Routing
+from pdproxy.planning.shares import LimitsByKey
+from pdproxy.planning.turnover import Turnover
+from pdproxy.request import Json
+from pdproxy.settings.types import Keep, Routing
 from tests.fakes.clock import FakeClock
 
 MODEL = "m"
+LONGEST = 3600.0
+"""Seconds for which a conversation may be kept."""
 LEAST_WAIT = 1e-6
 """Seconds: a prompt whose turn comes at this very moment looks again a little later."""
 SAME_TOKEN = 1e-6
@@ -54,6 +65,7 @@ class Fleet:
         transfer_rate: tokens whose attention a decode node reads in a second; ``hand_over`` seconds besides.
         step: seconds between two tokens of a stream, and ``per_stream`` more for each that runs on its node.
         chunk: prompt tokens in a step at most, as vLLM's ``--max-num-batched-tokens``; 0: a prompt is computed whole.
+        keep_share: the part of a cache that is for keeps; 0: nodes with vLLM's own connector, which keep nothing.
     """
 
     prefills: int = 3
@@ -67,6 +79,7 @@ class Fleet:
     per_stream: float = 0.0
     chunk: int = 0
     boths: int = 0
+    keep_share: float = 0.3
 
     def roles(self) -> Mapping[str, Roles]:
         """The roles of all nodes, by name."""
@@ -84,8 +97,9 @@ class SimulatedNode:
         streams: that run.
     """
 
-    def __init__(self, fleet: Fleet, told: Callable[[CacheEvent], None]) -> None:
-        self.cache = HybridCache(fleet.shape)
+    def __init__(self, fleet: Fleet, told: Callable[[CacheEvent], None], now: Callable[[], float]) -> None:
+        self.keeps = NodeKeeps(fleet.shape, fleet.keep_share, now)
+        self.cache = self.keeps.cache
         self.told = told
         self.queue: deque[HashedPrompt] = deque()
         self.free_at = 0.0
@@ -106,14 +120,20 @@ class SimulatedNode:
         """Seconds between two tokens of each stream while no prompt is computed."""
         return max(LEAST_WAIT, self._fleet.step + self.streams * self._fleet.per_stream)
 
-    def compute(self, prompt: HashedPrompt, clock: FakeClock) -> Generator[float, None, int]:
-        """Wait for the prompt's turn and compute it: how many of its tokens were. Yields the seconds to wait."""
+    def compute(
+        self, prompt: HashedPrompt, clock: FakeClock, orders: Mapping[str, Any]
+    ) -> Generator[float, None, tuple[int, Json]]:
+        """Wait for the prompt's turn and compute it: how many of its tokens were, and what is told of a keep. Yields
+        the seconds to wait. ``orders``: as in a leg's ``kv_transfer_params``."""
         self.queue.append(prompt)
+        self.keeps.forget(orders.get("pdproxy_forget", ()))
+        self.keeps.wait(prompt)
         turn, least = self._computed + len(self.queue) - 1, self._fleet.step if self._fleet.chunk else 0.0
         while turn > self._computed or self.free_at > clock.now():
             ahead = max(0, turn - self._computed - 1)
             yield max(LEAST_WAIT, self.free_at - clock.now() + ahead * least)
-        computed = left = self.cache.compute(prompt)
+        computed, kept = self.keeps.compute(prompt, orders.get("pdproxy_keep"))
+        left = computed
         fixed = self._fleet.overhead
         while left > 0:
             tokens = min(left, self._fleet.chunk or left)
@@ -125,7 +145,7 @@ class SimulatedNode:
         self.queue.popleft()
         self._computed += 1
         self._tell()
-        return computed
+        return computed, kept
 
     def pull(self, prompt: HashedPrompt, now: float) -> tuple[int, int, float]:
         """Read a ticket: tokens moved, tokens computed here, and the seconds until it is done."""
@@ -197,20 +217,28 @@ class SimulatedNode:
 
 
 class Simulation:
-    """One run of a policy; ``itl_budget`` as in `CacheAware`, for `cache`."""
+    """One run of a policy; ``itl_budget`` as in `CacheAware`, for `cache`.
 
-    def __init__(self, routing: Routing, fleet: Fleet, itl_budget: float = ITL_BUDGET) -> None:
+    ``policy``: in the place of the one that is named.
+    """
+
+    def __init__(
+        self, routing: Routing, fleet: Fleet, itl_budget: float = ITL_BUDGET, policy: RoutingPolicy | None = None
+    ) -> None:
         self.fleet = fleet
         self.clock = FakeClock()
         self.pool = Pool(self.clock, CircuitBreakerConfig(slow_start=0))
         self.index = PrefixIndex(_scheme(fleet.shape))
-        self.nodes = {name: SimulatedNode(fleet, self._telling(Place(name))) for name in fleet.roles()}
-        self._policy = PlanPolicy(policy_named(routing, itl_budget))
-        self._turns = itertools.count()
+        self.nodes = {name: SimulatedNode(fleet, self._telling(Place(name)), self.clock.now) for name in fleet.roles()}
+        self._policy = PlanPolicy(policy or policy_named(routing, itl_budget))
+        self._turns, self._turnover = itertools.count(), Turnover()
         self._began = self.clock.now()
+        ids = itertools.count()
+        self._conversations = Conversations(Keep.AUTO, lambda: f"conversation-{next(ids)}", LimitsByKey(), LONGEST)
+        self._keep_metrics = KeepMetrics(CollectorRegistry())
         self._outcome = Outcome(routing, fleet.roles())
         for name, roles in fleet.roles().items():
-            node = dataclasses.replace(Node(name, f"http://{name}", roles, MODEL), **_published(fleet.shape))
+            node = dataclasses.replace(Node(name, f"http://{name}", roles, MODEL), **_published(fleet))
             self.pool.add(node)
             self.pool.admit(node)
 
@@ -239,17 +267,22 @@ class Simulation:
     def hits(self, prompt: HashedPrompt) -> PromptHits:
         """The cached part of a prompt at every place, as far as it is known, with what was just sent there."""
         found = self.index.look_up(prompt.hashes, prompt.tokens, self.clock.now())
-        return PromptHits(prompt.tokens, HitSource.EVENTS, found)
+        now = self.clock.now()
+        if self._turnover.is_due(now):
+            places = map(Place, self.nodes)
+            self._turnover.look([(each, self.index.stored(each), self.fleet.shape.blocks) for each in places], now)
+        return PromptHits(prompt.tokens, HitSource.EVENTS, found, self._turnover.stays)
 
     def _request(self, trace: Trace, number: int) -> Iterator[float]:
         """One request from its arrival to its last token; yields the seconds until it goes on."""
         request = trace.requests[number]
         prompt, arrived = hashed(request.prompt, self.fleet.shape.step), self.clock.now()
         session = None if request.session is None else hash64(f"session {request.session}")
-        chosen = self._plan(prompt, session, self.hits(prompt))
+        keep = self._keep(request.prompt, prompt.tokens, named=session is not None)
+        chosen = self._plan(prompt, session, self.hits(prompt), keep.next_turn())
         self._expect(chosen, prompt)
         with self._slot(chosen.decode, chosen, prompt, request.output) as slot:
-            yield from self._first_token(chosen, prompt, slot)
+            yield from self._first_token(chosen, prompt, slot, keep)
             decode, first = self.nodes[chosen.decode.name], self.clock.now()
             self._outcome.answered(prompt.tokens, first - arrived)
             decode.streams_are(1, first)
@@ -260,6 +293,7 @@ class Simulation:
             self._outcome.streams.append(
                 Stream(arrived - self._began, first - arrived, seconds, request.output - 1, decode.longest_chunk(first))
             )
+        keep.end()
 
     def _expect(self, chosen: Plan, prompt: HashedPrompt) -> None:
         """As `EventPrefixSource.routed` does."""
@@ -268,17 +302,21 @@ class Simulation:
         self.index.expect(Place(computing.name), prompt.hashes, hit, until)
 
     def _telling(self, place: Place) -> Callable[[CacheEvent], None]:
-        return lambda event: self.index.apply(place, _as_read(event, self.fleet.shape))
+        def tell(event: CacheEvent) -> None:
+            for read in _as_read(event, self.fleet.shape):
+                self.index.apply(place, read)
 
-    def _first_token(self, chosen: Plan, prompt: HashedPrompt, slot: Slot) -> Iterator[float]:
+        return tell
+
+    def _first_token(self, chosen: Plan, prompt: HashedPrompt, slot: Slot, keep: PromptKeep) -> Iterator[float]:
         """The prompt is computed, by either node, and handed over."""
         if chosen.prefill is None:
-            yield from self._compute(chosen.decode, slot, prompt, chosen)
+            yield from self._compute(chosen.decode, slot, prompt, chosen, keep)
             if not self.fleet.chunk:  # the step of the last chunk has given the first token
                 yield self.fleet.step
             return
         with self._slot(chosen.prefill, chosen, prompt, 0) as prefilling:
-            yield from self._compute(chosen.prefill, prefilling, prompt, chosen)
+            yield from self._compute(chosen.prefill, prefilling, prompt, chosen, keep)
         began = self.clock.now()
         decode = self.nodes[chosen.decode.name]
         moved, computed, seconds = decode.pull(prompt, began)
@@ -291,9 +329,17 @@ class Simulation:
         self.pool.load.learn(Work.HAND_OVER, place, moved, seconds)
         yield decode.step
 
-    def _compute(self, node: Node, slot: Slot, prompt: HashedPrompt, chosen: Plan) -> Iterator[float]:
+    def _keep(self, prompt: Prompt, tokens: int, *, named: bool) -> PromptKeep:
+        """As `Keeping.begin` does, with marks where texts of the trace end."""
+        marks = [hash(prompt[:end]) for end in range(1, len(prompt) + 1)]
+        conversation = self._conversations.turn("", marks, self.clock.now(), named=named, tokens=tokens)
+        return PromptKeep(conversation, None, tokens, self._conversations, self.clock, self._keep_metrics)
+
+    def _compute(self, node: Node, slot: Slot, prompt: HashedPrompt, chosen: Plan, keep: PromptKeep) -> Iterator[float]:
         """Until the node is done with it, what waits there before it included."""
-        computed = yield from self.nodes[node.name].compute(prompt, self.clock)
+        orders = keep.order(node, None)
+        computed, kept = yield from self.nodes[node.name].compute(prompt, self.clock, orders)
+        keep.told(kept or None)
         self._outcome.computed[node.name] += computed
         if chosen.reason is not None:
             self._outcome.planned += chosen.tokens - chosen.computed
@@ -307,24 +353,28 @@ class Simulation:
         held = Footprint(prompt.tokens + output, 1) if Role.DECODE in node.roles else NO_FOOTPRINT
         return self.pool.acquire(node.name, LegLoad(0, expected if computes else None, held))
 
-    def _plan(self, prompt: HashedPrompt, session: int | None, hits: PromptHits) -> Plan:
-        needs = PlanInput(MODEL, session=session, prefix=hits, tokens=prompt.tokens)
+    def _plan(self, prompt: HashedPrompt, session: int | None, hits: PromptHits, turn: NextTurn | None) -> Plan:
+        needs = PlanInput(MODEL, session=session, prefix=hits, tokens=prompt.tokens, next_turn=turn)
         return plan(self.pool.snapshot(), needs, self._policy, next(self._turns))
 
 
-def _published(shape: CacheShape) -> dict[str, Any]:
+def _published(fleet: Fleet) -> dict[str, Any]:
     """The facts that a preflight would find out about such a node."""
-    return {"capacity": shape.capacity, "block_size": shape.block_size, "prefix_match_unit": shape.unit}
+    shape, keeps = fleet.shape, fleet.keep_share > 0
+    sizes = {"block_size": shape.block_size, "prefix_match_unit": shape.unit}
+    return {"capacity": shape.capacity, "keeps": keeps, **sizes}
 
 
 def _scheme(shape: CacheShape) -> HashScheme:
     return HashScheme(HashAlgorithm.SHA256_CBOR, shape.step, shape.block_size, ROOT, states=shape.state_groups > 0)
 
 
-def _as_read(event: CacheEvent, shape: CacheShape) -> BlocksStored | BlocksRemoved:
-    """An event as the proxy reads it; one state group stands for all, which hold the same."""
-    kind = GroupKind.STATE if event.kind is Kind.STATE else GroupKind.ATTENTION
-    group = list(GroupKind).index(kind)
-    if isinstance(event, Removed):
-        return BlocksRemoved(group, (event.hash,))
-    return BlocksStored(group, kind, event.hashes, shape.step)
+def _as_read(event: CacheEvent, shape: CacheShape) -> Iterator[BlocksStored | BlocksRemoved]:
+    """An event as the proxy reads it, of each of its groups."""
+    of_state = event.kind is Kind.STATE
+    kind = GroupKind.STATE if of_state else GroupKind.ATTENTION
+    for group in range(1, 1 + shape.state_groups) if of_state else (0,):
+        if isinstance(event, Removed):
+            yield BlocksRemoved(group, (event.hash,))
+        else:
+            yield BlocksStored(group, kind, event.hashes, shape.step)

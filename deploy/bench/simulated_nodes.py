@@ -13,9 +13,10 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
-from deploy.bench.hybrid_cache import CacheShape, HashedPrompt, HybridCache
+from deploy.bench.hybrid_cache import CacheShape, HashedPrompt
 from deploy.bench.kv_events import ROOT, Publisher, hash_ids, on_the_wire
 from deploy.bench.node import ROOM_FOR_ALL
+from deploy.bench.node_keeps import NodeKeeps
 from deploy.bench.simulate import MODEL, Fleet
 from tests.fakes.vllm_answers import ParsedRequest, answer, events
 
@@ -99,7 +100,8 @@ class SimulatedServer:
 
     def __init__(self, name: str, site: Site, tickets: dict[str, int]) -> None:
         self.name, self.count = name, Count()
-        self.cache, self.publisher = HybridCache(site.fleet.shape), Publisher()
+        self.keeps = NodeKeeps(site.fleet.shape, site.fleet.keep_share, time.monotonic)
+        self.cache, self.publisher = self.keeps.cache, Publisher()
         self.running = self.waiting = 0
         self.queried = self.hit = 0
         self._fleet, self._faster, self._tickets = site.fleet, site.faster, tickets
@@ -111,13 +113,14 @@ class SimulatedServer:
         """The pieces of an answer in their time; of one that is not streamed there is one."""
         prompt = _hashed(tuple(question.prompt), self._fleet.shape.step)
         if params.get("do_remote_prefill") and self._tickets.pop(str(params["remote_request_id"]), 0) == prompt.tokens:
-            cached = await self._pull(prompt, question.prompt)
+            cached, kept = await self._pull(prompt, question.prompt), dict[str, Any]()
         else:
-            cached = await self._compute(prompt, question.prompt)
+            cached, kept = await self._compute(prompt, question.prompt, params)
+        told: dict[str, Any] = {"pdproxy_kept": kept} if kept else {}
         if params.get("do_remote_decode"):
-            yield answer(question, cached, self._ticket(prompt, cached))
+            yield answer(question, cached, {**self._ticket(prompt, cached), **told})
             return
-        pieces = events(question, cached) if question.stream else (answer(question, cached, None),)
+        pieces = events(question, cached) if question.stream else (answer(question, cached, told or None),)
         self.running += 1
         try:
             async for piece in self._paced(pieces, question):
@@ -125,8 +128,13 @@ class SimulatedServer:
         finally:
             self.running -= 1
 
-    async def _compute(self, prompt: HashedPrompt, ids: list[int]) -> int:
-        """In turn with other prompts; the tokens that were cached."""
+    async def _compute(
+        self, prompt: HashedPrompt, ids: list[int], params: Mapping[str, Any]
+    ) -> tuple[int, dict[str, Any]]:
+        """In turn with other prompts; the tokens that were cached, and what is told of a keep."""
+        prompt = dataclasses.replace(prompt)  # equal ones wait each for itself
+        self.keeps.forget(params.get("pdproxy_forget", ()))
+        self.keeps.wait(prompt)
         self.waiting += 1
         try:
             await self._engine.acquire()
@@ -134,7 +142,7 @@ class SimulatedServer:
             self.waiting -= 1
         self.running += 1
         try:
-            computed = self.cache.compute(prompt)
+            computed, kept = self.keeps.compute(prompt, params.get("pdproxy_keep"))
             seconds = self._fleet.overhead + computed / self._fleet.prefill_rate
             self._stalled += seconds
             await self._sleep(seconds)
@@ -146,7 +154,7 @@ class SimulatedServer:
         self.count.prompts += 1
         self.count.computed += computed
         self.count.resumed += prompt.tokens - computed
-        return prompt.tokens - computed
+        return prompt.tokens - computed, kept
 
     async def _pull(self, prompt: HashedPrompt, ids: list[int]) -> int:
         pulled = self.cache.pull(prompt)
@@ -210,7 +218,8 @@ class SimulatedServer:
             "vllm:iteration_tokens_total_count": self.queried,
         }
         lines = [f"{name}{label} {float(value)}" for name, value in values.items()]
-        lines.append(f'pdproxy_connector_info{{block_size="{shape.block_size}"}} 1.0')
+        keeps = f',keep_share="{self._fleet.keep_share}"' if self._fleet.keep_share else ""
+        lines.append(f'pdproxy_connector_info{{block_size="{shape.block_size}"{keeps}}} 1.0')
         lines.append(f'pdproxy_connector_hashing{{{hashing},root="{ROOT.hex()}"}} 1.0')
         return "\n".join((*lines, *_capacity(shape), ""))
 

@@ -6,7 +6,7 @@ shorter than a block, where there is one place of each role, or where no place's
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pdproxy.background import Background
 from pdproxy.clock import Clock
@@ -22,6 +22,7 @@ from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.prefix_index import PrefixIndex
+from pdproxy.planning.turnover import Turnover
 from pdproxy.request import SubRequest
 
 EXPECTED_SECONDS = 30.0
@@ -63,6 +64,7 @@ class EventPrefixSource:
         self._clock = clock
         self._metrics = metrics
         self._background = background
+        self._turnover = Turnover()
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """The cached part of the prompt; None where nothing is known, or it is not worth its cost. Never raises."""
@@ -75,7 +77,7 @@ class EventPrefixSource:
         sub_request.notes[self] = _Prompt(found)
         if not found.hashes:
             return None
-        return PromptHits(found.tokens, HitSource.EVENTS, self._hits(found, candidates))
+        return PromptHits(found.tokens, HitSource.EVENTS, self._hits(found, candidates), self._stays())
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         """The request goes there: the place that computes it counts as having the prompt, until its events say so, or
@@ -94,6 +96,22 @@ class EventPrefixSource:
     def reads(self, node: str) -> bool:
         """Whether what this node has cached is known from its events, in part at least."""
         return any(feed.known is not Known.NOTHING for feed in self._caches.of_node(node))
+
+    def _stays(self) -> Mapping[Place, float]:
+        """See `PromptHits`."""
+        now = self._clock.now()
+        if self._turnover.is_due(now):
+            self._turnover.look(self._stored(), now)
+        return self._turnover.stays
+
+    def _stored(self) -> Iterator[tuple[Place, int, int]]:
+        """Each place whose events are read, with the blocks that it has stored and the most that it can hold."""
+        for view in self._pool.snapshot().nodes:
+            node = view.node
+            if node.capacity is not None and node.block_size:
+                most = node.capacity.tokens // node.block_size // node.ranks
+                for feed in self._caches.of_node(node.name):
+                    yield feed.place, feed.scheme.index.stored(feed.place), most
 
     async def _find(self, sub_request: SubRequest, candidates: _Candidates) -> PromptHashes:
         """The known hashes of the prompt, or all of them where it pays to wait for a node that tells them."""

@@ -13,8 +13,9 @@ from pdproxy.observe.keep_metrics import KeepMetrics
 from pdproxy.observe.labels import KeepOutcome, KeepTurn
 from pdproxy.orchestration.prefix_source import PrefixSource
 from pdproxy.planning.conversations import Conversation, Conversations
+from pdproxy.planning.plan_types import NextTurn
 from pdproxy.planning.prefix import Place
-from pdproxy.request import Json, SubRequest
+from pdproxy.request import Json, KeepAsk, SubRequest
 
 
 class Keeping:
@@ -35,8 +36,9 @@ class Keeping:
         if not marks:
             return None
         named = request.session is not None
-        conversation = self._conversations.turn(request.api_key, marks, self._clock.now(), named=named)
-        return PromptKeep(sub_request, conversation, self._conversations, self._clock, self._metrics)
+        tokens, now = sub_request.shape.prompt_tokens, self._clock.now()
+        conversation = self._conversations.turn(request.api_key, marks, now, named=named, tokens=tokens)
+        return PromptKeep(conversation, request.keep, tokens, self._conversations, self._clock, self._metrics)
 
     def _marks(self, sub_request: SubRequest) -> Sequence[int]:
         if self._source is not None:
@@ -50,13 +52,14 @@ class PromptKeep:
 
     def __init__(
         self,
-        sub_request: SubRequest,
         conversation: Conversation,
+        ask: KeepAsk | None,
+        tokens: int,
         conversations: Conversations,
         clock: Clock,
         metrics: KeepMetrics,
     ) -> None:
-        self._ask, self._tokens = sub_request.request.keep, sub_request.shape.prompt_tokens
+        self._ask, self._tokens = ask, tokens
         self._conversation, self._conversations = conversation, conversations
         self._clock, self._metrics = clock, metrics
         self._place: Place | None = None
@@ -64,7 +67,11 @@ class PromptKeep:
         self._kept_before = conversation.kept_until() > clock.now()
         self._seconds = 0.0
         """For which a place was asked to keep it."""
-        self._ended = False
+        self._cached = self._ended = False
+
+    def next_turn(self) -> NextTurn | None:
+        """The turn that is expected after this one."""
+        return self._conversations.next_turn(self._conversation, self._tokens, self._clock.now())
 
     def order(self, node: Node, rank: int | None) -> Json:
         """The fields of a leg's ``kv_transfer_params`` to the place that computes the prompt; most need none."""
@@ -93,8 +100,9 @@ class PromptKeep:
         return fields
 
     def told(self, kept: object) -> None:
-        """The field `calls.KEPT` of the answer; None where it has none."""
-        place, self._place = self._place, None
+        """The node that computes the prompt has answered; ``kept``: its field `calls.KEPT`, None where it has none."""
+        place, self._place, self._cached = self._place, None, True
+        self._conversations.cached(self._conversation, self._seconds, self._clock.now())
         if place is None:
             return
         if not isinstance(kept, dict):
@@ -115,9 +123,9 @@ class PromptKeep:
         if self._ended:
             return
         self._ended = True
-        if self._place is not None:
+        if not self._cached or self._place is not None:
             self.told(None)
-        self._conversations.ended(self._conversation, self._seconds, self._clock.now())
+        self._conversations.answered(self._conversation)
 
     def _count_turn(self, *, here: bool) -> None:
         """Count the turn of a conversation that was kept, once."""

@@ -17,7 +17,7 @@ from pdproxy.orchestration.prefix_source import RealHit
 from pdproxy.orchestration.request_queue import Admission
 from pdproxy.orchestration.request_record import PromptRecord
 from pdproxy.planning.plan import choose, plan
-from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
+from pdproxy.planning.plan_types import NextTurn, NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.planning.prefix import Place, PromptHits
 from pdproxy.planning.shares import ShareUse
 from pdproxy.request import Endpoint, Headers, SubRequest
@@ -39,6 +39,7 @@ class NodePicker:
         local: why the prompt is computed on one node alone; None where it need not be.
         prompt_tokens: about how many the prompt has.
         admission: its way through the queue; to be ended.
+        next_turn: what is expected of the prompt's conversation; None where nothing is.
         no_route: names of nodes that turned out not to know the route of streams that can be resumed.
     """
 
@@ -55,6 +56,7 @@ class NodePicker:
         self._cohort: str | None = None
         """The cohort of the node where a stream that has moved began."""
         self.no_route = _NO_NAMES
+        self.next_turn: NextTurn | None = None
         self.prompt_tokens = tokens = shape.prompt_tokens
         answer = context.in_flight.output_lengths.expected(request.model, shape.longest)
         self._footprint = Footprint(shape.choices * (tokens + answer), shape.choices)
@@ -328,7 +330,7 @@ class NodePicker:
         # vLLM heeds no rank of a leg for responses.
         return PlanInput(
             asked.request.model, self.local, excluded, partner, asked.request.session, self._prefix,
-            self.prompt_tokens, asked.endpoint is not Endpoint.RESPONSES,
+            self.prompt_tokens, asked.endpoint is not Endpoint.RESPONSES, self.next_turn,
         )  # fmt: skip
 
     def _foreign(self, cohort: str) -> frozenset[str]:

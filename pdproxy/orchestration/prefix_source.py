@@ -71,7 +71,7 @@ class CombinedSource:
         if exact is None or estimate is None:
             return exact or estimate
         others = {place: hit for place, hit in estimate.hits.items() if not self._exact.reads(place.node)}
-        return PromptHits(exact.tokens, HitSource.EVENTS, {**others, **exact.hits})
+        return PromptHits(exact.tokens, HitSource.EVENTS, {**others, **exact.hits}, exact.stays)
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         """As `PrefixSource`."""

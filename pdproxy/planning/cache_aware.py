@@ -19,6 +19,7 @@ from types import MappingProxyType
 from pdproxy.nodes.load import PlaceLoad
 from pdproxy.nodes.node import Bars, NodeView, Role
 from pdproxy.planning.cost import (
+    NOTHING_LOST,
     Cost,
     Estimate,
     HandOverCost,
@@ -27,6 +28,7 @@ from pdproxy.planning.cost import (
     SharedHandOverCost,
     SharedLocalCost,
     SharedPrefillCost,
+    lost_tokens,
 )
 from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Plan
@@ -105,7 +107,7 @@ class Comparison:
         hand_over: the cost of decode places that get a ticket.
     """
 
-    __slots__ = ("_deepest", "_hits", "_policy", "candidates", "hand_over", "prefill", "tokens")
+    __slots__ = ("_deepest", "_hits", "_lost", "_policy", "candidates", "hand_over", "prefill", "tokens")
 
     def __init__(self, policy: CacheAware, candidates: Candidates) -> None:
         needs, book = candidates.needs, candidates.book
@@ -119,13 +121,14 @@ class Comparison:
             if hit.attention > deepest and view.node.keeps_states:
                 deepest = hit.attention
         self._deepest = deepest
+        self._lost = NOTHING_LOST if prefix is None else lost_tokens(needs.next_turn, prefix.stays)
         self.prefill: PrefillCost
         self.hand_over: HandOverCost
         if candidates.shared:
-            self.prefill = SharedPrefillCost(self.tokens, book, deepest, cached=bool(cached))
+            self.prefill = SharedPrefillCost(self.tokens, book, deepest, self._lost, cached=bool(cached))
             self.hand_over = SharedHandOverCost(self.tokens, book)
         else:
-            self.prefill = PrefillCost(self.tokens, book, deepest, cached=bool(cached))
+            self.prefill = PrefillCost(self.tokens, book, deepest, self._lost, cached=bool(cached))
             self.hand_over = HandOverCost(self.tokens, book)
 
     def local(self) -> Cost:
@@ -133,7 +136,8 @@ class Comparison:
         book = self.candidates.book
         if not self.candidates.shared:
             return LocalCost(self.tokens, book)
-        return SharedLocalCost(self.tokens, book, self._deepest, cached=bool(self._hits[Role.DECODE]))
+        cached = bool(self._hits[Role.DECODE])
+        return SharedLocalCost(self.tokens, book, self._deepest, self._lost, cached=cached)
 
     def hits(self, role: Role) -> "Sequence[_PlaceHit]":
         """The hits of places of a role."""

@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from pdproxy.planning.plan_types import NextTurn
 from pdproxy.planning.prefix import Place
 from pdproxy.planning.shares import LimitsByKey
 from pdproxy.reasons import KeepReason
@@ -23,6 +24,8 @@ MOST_CONVERSATIONS = 1 << 14
 """The conversations that are remembered; the one whose turn came longest ago is forgotten first."""
 NEWEST_PAUSE = 0.5
 """The part of the latest pause in the usual one."""
+NEWEST_TURN = 0.02
+"""The part of the latest turn in what is usual for its API key."""
 PAUSES, SPARE = 4.0, 5.0
 """A conversation is kept for so many of its usual pauses, and so many seconds besides."""
 MOST_USUAL = 300.0
@@ -49,8 +52,8 @@ class Conversation:
         named: its client names a session.
         turns: how many of its prompts have come.
         running: of these, how many are still being answered.
-        ended: when its last answer ended.
-        pause: its usual pause in seconds, the last ones counting most; None before the first.
+        ended: when the node that computed its last prompt was done with it, and so began to keep it.
+        pause: the usual time from then to its next prompt, the last times counting most; None before the first.
         kept: until when each place keeps it.
         tokens: that are kept.
         first_mark, last_mark: of the prompts of its last two turns.
@@ -75,10 +78,21 @@ class Conversation:
 
 @dataclasses.dataclass(slots=True)
 class _Returns:
-    """How often named sessions of one key came back after their first turn."""
+    """How often conversations of one key came back.
+
+    Attributes:
+        begun, came_back: named sessions, and those that had a second turn; ``all_begun``, ``all_came_back`` of all.
+        turns: after the first ones.
+        pause, tokens: the usual pause before these, and the usual length of their prompts, the last ones counting most.
+    """
 
     begun: int = 0
     came_back: int = 0
+    all_begun: int = 0
+    all_came_back: int = 0
+    turns: int = 0
+    pause: float = 0.0
+    tokens: float = 0.0
 
 
 class Conversations:
@@ -115,10 +129,10 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._all)
 
-    def turn(self, tenant: str, marks: Sequence[int], now: float, *, named: bool) -> Conversation:
+    def turn(self, tenant: str, marks: Sequence[int], now: float, *, named: bool, tokens: int = 0) -> Conversation:
         """The conversation whose turn a prompt with these marks is, the last one at its end; a new one if it is none.
 
-        ``named``: its client names a session. `ended` must be called for it.
+        ``named``: its client names a session; ``tokens``: in the prompt. `cached` and `answered` must be called for it.
         """
         salt, by_mark = hash(tenant), self._by_mark
         met = next((mark ^ salt for mark in reversed(marks) if mark ^ salt in by_mark), None)
@@ -130,19 +144,35 @@ class Conversations:
             conversation = self._add(branch, end)
         else:
             conversation = found
-            self._came_back(found, end, now)
+            self._came_back(found, end, tokens, now)
         conversation.turns += 1
         conversation.running += 1
-        if named and conversation.turns == 1:
-            self._returns.setdefault(tenant, _Returns()).begun += 1
+        if conversation.turns == 1:
+            returns = self._returns_of(tenant)
+            returns.all_begun += 1
+            returns.begun += named
         return conversation
 
-    def ended(self, conversation: Conversation, seconds: float, now: float) -> None:
-        """The answer to a turn has ended; it is kept for so many ``seconds`` from now on, where a place was asked."""
-        conversation.running -= 1
+    def next_turn(self, conversation: Conversation, tokens: int, now: float) -> NextTurn | None:
+        """The turn after one whose prompt has so many tokens; None where none of its API key has come back yet."""
+        returns = self._returns.get(conversation.tenant)
+        if returns is None or not returns.all_came_back:
+            return None
+        likely = 1.0 if conversation.pause is not None else (returns.all_came_back + 1) / (returns.all_begun + 2)
+        pause = max(returns.pause, conversation.pause or 0.0)
+        kept_at = tuple(place for place, until in conversation.kept.items() if until > now)
+        return NextTurn(PAUSES * pause, likely * max(tokens, returns.tokens), kept_at)
+
+    def cached(self, conversation: Conversation, seconds: float, now: float) -> None:
+        """The place that computes a turn's prompt is done with it; if it was asked, it keeps it for so many ``seconds``
+        from now on."""
         conversation.ended = now
         for place in conversation.kept:
             conversation.kept[place] = now + seconds
+
+    def answered(self, conversation: Conversation) -> None:
+        """The answer to a turn has ended."""
+        conversation.running -= 1
 
     def seconds(self, conversation: Conversation, ask: KeepAsk | None) -> tuple[float, KeepReason | None]:
         """For how long to keep a conversation after this turn, and why; 0 and None if it is not to be kept."""
@@ -202,12 +232,20 @@ class Conversations:
             self._kept.get(oldest.tenant, {}).pop(oldest.id, None)
         return conversation
 
-    def _came_back(self, conversation: Conversation, end: int, now: float) -> None:
-        pause = max(0.0, now - conversation.ended)
+    def _returns_of(self, tenant: str) -> _Returns:
+        return self._returns.setdefault(tenant, _Returns())
+
+    def _came_back(self, conversation: Conversation, end: int, tokens: int, now: float) -> None:
+        pause, returns = max(0.0, now - conversation.ended), self._returns_of(conversation.tenant)
         before = conversation.pause
         conversation.pause = pause if before is None else before + NEWEST_PAUSE * (pause - before)
-        if conversation.named and conversation.turns == 1:
-            self._returns.setdefault(conversation.tenant, _Returns()).came_back += 1
+        if conversation.turns == 1:
+            returns.all_came_back += 1
+            returns.came_back += conversation.named
+        returns.turns += 1
+        weight = max(NEWEST_TURN, 1.0 / returns.turns)
+        returns.pause += weight * (pause - returns.pause)
+        returns.tokens += weight * (tokens - returns.tokens)
         self._move(conversation, end)
         self._all.move_to_end(conversation.id)
 

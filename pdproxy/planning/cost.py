@@ -11,15 +11,20 @@ a shared prefix stays on as few nodes as their queues allow.
 A prefill place that was busy lately (`PlaceLoad.busy`) costs more than its queue of the moment: those that have
 prefixes there come back to it, and wait for this prompt; and this prompt's own later ones, such as the next turns, wait
 for theirs. Without that, conversations gather where their system prompt is, beside idle nodes.
+
+A prefill place whose cache is filled anew within the pauses of a conversation costs more, too, by what its next turn
+will lack there (`lost_tokens`): so conversations go to places that have room before others overflow.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from pdproxy.nodes.load import Load, PlaceLoad, Work
 from pdproxy.nodes.node import Node, NodeView, Role
-from pdproxy.planning.prefix import NO_HIT, Hit
+from pdproxy.planning.plan_types import NextTurn
+from pdproxy.planning.prefix import NO_HIT, Hit, Place
 
 COPY_SHARE = 1.0
 """The part of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the
@@ -32,6 +37,8 @@ WAITING = 2.0
 """How many others wait for a prompt, on a place that is always busy; for the seconds that it takes."""
 SEQUENCE_SECONDS = 0.01
 """Seconds that each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
+SELDOM_LOST = 3
+"""The power by which a turn loses less where blocks stay longer: an eighth where they stay twice as long."""
 _CROWD = operator.attrgetter("lightest.crowd")
 
 
@@ -48,6 +55,24 @@ def covered_tokens(node: Node, tokens: int) -> int:
     drop = unit if node.hashing is not None and node.hashing.drops_unit else 0
     boundary = (tokens - 1) // unit * unit - drop if unit else 0
     return boundary if boundary > 0 else tokens - 1
+
+
+NOTHING_LOST: Mapping[Place, float] = MappingProxyType({})
+
+
+def lost_tokens(turn: NextTurn | None, stays: Mapping[Place, float]) -> Mapping[Place, float]:
+    """The tokens that a prompt's next turn is expected to lack at places, since they are evicted before it comes.
+
+    ``stays``: see `PromptHits`. The shorter a block stays there, the likelier it is gone: most probably where that is
+    less than the time within which the turn comes, and seldom where it is several times as long.
+    """
+    if turn is None or not stays:
+        return NOTHING_LOST
+    return {
+        place: turn.tokens * min(1.0, (turn.seconds / seconds) ** SELDOM_LOST)
+        for place, seconds in stays.items()
+        if place not in turn.kept_at
+    }
 
 
 class Estimate(NamedTuple):
@@ -87,15 +112,19 @@ class PrefillCost:
     Args:
         tokens: in the prompt.
         deepest: the longest prefix of which any place has the attention blocks; 0 where there are no states to keep.
+        lost: see `lost_tokens`.
         cached: any place has something of the prompt. Where none has, places are compared by their queues alone.
     """
 
     role = Role.PREFILL
     __slots__ = (
-        "_book", "_busy_weight", "_deepest", "_fixed", "_fresh_seconds", "_later", "_per_token", "_tokens",
+        "_book", "_busy_weight", "_deepest", "_fixed", "_fresh_seconds", "_later", "_lost", "_per_token", "_tokens",
     )  # fmt: skip
 
-    def __init__(self, tokens: int, book: Load, deepest: int, *, cached: bool) -> None:
+    def __init__(
+        self, tokens: int, book: Load, deepest: int, lost: Mapping[Place, float] = NOTHING_LOST, *, cached: bool
+    ) -> None:
+        self._lost = lost
         self._tokens, self._deepest, self._book = tokens, deepest, book
         self._fixed, self._per_token = book.pace(Work.PREFILL)
         self._fresh_seconds = self._fixed + self._per_token * (tokens + COPY_SHARE * deepest)
@@ -106,7 +135,7 @@ class PrefillCost:
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         fixed, per_token, own_seconds = self._fixed, self._per_token, self._fresh_seconds
         if_busy = (WAITING * (fixed + per_token * self._tokens) + self._later) * self._busy_weight
-        return [
+        scores = [
             (
                 ((place := view.lightest).queued * per_token + place.legs * fixed + own_seconds) * place.prefill
                 + place.busy * if_busy
@@ -114,6 +143,14 @@ class PrefillCost:
             / view.room
             for view in views
         ]
+        if self._lost:
+            return [score + self._later_cost(view, view.lightest) for score, view in zip(scores, views, strict=True)]
+        return scores
+
+    def _later_cost(self, view: NodeView, place: PlaceLoad) -> float:
+        """For what the next turn will lack there."""
+        lost = self._lost.get(Place(view.name, place.rank), 0.0)
+        return lost * self._per_token * place.prefill / view.room
 
     def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
         fixed, per_token, own = self._fixed, self._per_token, self._tokens - hit.resume
@@ -122,7 +159,8 @@ class PrefillCost:
         copies = COPY_SHARE * lacking * per_token * place.prefill if lacking > 0 else 0.0
         if_busy = WAITING * (fixed + own * per_token) + self._later
         waits = place.busy * self._busy_weight * if_busy
-        return Estimate((seconds + copies + waits) / view.room, seconds, view, place, hit)
+        score = (seconds + copies + waits) / view.room
+        return Estimate(score + self._later_cost(view, place) if self._lost else score, seconds, view, place, hit)
 
     def least_fresh(self, _: Sequence[NodeView], heaviest: float) -> float:
         return self._fresh_seconds * self._book.least_factor(Work.PREFILL) / heaviest

@@ -5,7 +5,7 @@ import msgspec
 from pdproxy.errors import PdproxyError
 from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Affinity
-from pdproxy.planning.prefix import NO_HIT, Hit, PromptHits
+from pdproxy.planning.prefix import NO_HIT, Hit, Place, PromptHits
 from pdproxy.reasons import LocalReason, NoNodeReason, RouteReason
 
 
@@ -31,6 +31,20 @@ class UnknownModel(PdproxyError):
         self.known = known
 
 
+class NextTurn(msgspec.Struct, frozen=True):
+    """The prompt that is expected to go on from this one.
+
+    Attributes:
+        seconds: within which it comes, most probably.
+        tokens: that it would lack if they were evicted meanwhile; fewer where it may not come.
+        kept_at: the places that keep its conversation: there they are not evicted.
+    """
+
+    seconds: float
+    tokens: float
+    kept_at: tuple[Place, ...] = ()
+
+
 class PlanInput(msgspec.Struct, frozen=True):
     """The facts of one request on which a plan depends.
 
@@ -42,6 +56,7 @@ class PlanInput(msgspec.Struct, frozen=True):
         session: a hash of the key of its session, 64 bits; None where it names none.
         prefix: what places have cached of the prompt; None where nothing is known.
         tokens: about how long the prompt is, for when ``prefix`` does not say; 0 for unknown.
+        next_turn: what is expected of the prompt's conversation; None where nothing is.
         names_rank: a leg can be sent to a rank of a node; False where vLLM heeds no rank.
     """
 
@@ -53,6 +68,7 @@ class PlanInput(msgspec.Struct, frozen=True):
     prefix: PromptHits | None = None
     tokens: int = 0
     names_rank: bool = True
+    next_turn: NextTurn | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -48,8 +49,11 @@ class PromptHits(msgspec.Struct, frozen=True):
     Attributes:
         tokens: in the prompt; an estimate where its token ids are not known.
         hits: places that have none of it are left out.
+        stays: seconds for which a block that nobody uses stays in a place's cache; places where that is long, or of
+            which nothing is known, are left out.
     """
 
     tokens: int
     source: HitSource
     hits: Mapping[Place, Hit]
+    stays: Mapping[Place, float] = MappingProxyType({})

@@ -55,11 +55,12 @@ class IndexCounts:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Record:
-    """A place's bit, the groups that it has shown, and whether all that it holds is known."""
+    """A place's bit, the groups that it has shown, whether all that it holds is known, the blocks that it stored."""
 
     bit: int
     kinds: dict[int, GroupKind] = dataclasses.field(default_factory=dict)
     known: bool = False
+    stored: int = 0
 
 
 class _Expectation(NamedTuple):
@@ -128,6 +129,11 @@ class PrefixIndex:
         record = self._records.get(place)
         return self._held[kind].blocks(record.bit) if record else 0
 
+    def stored(self, place: Place) -> int:
+        """How many blocks of all groups it has stored since it is known; 0 for a place that is not."""
+        record = self._records.get(place)
+        return record.stored if record else 0
+
     def expect(self, place: Place, hashes: Sequence[int], hit: Hit, until: float) -> None:
         """A prompt with these hashes was sent there: until that time the place counts as having so much of it.
 
@@ -194,6 +200,7 @@ class PrefixIndex:
         if event.kind is GroupKind.ATTENTION and event.tokens not in (self.scheme.block_size, self.scheme.unit):
             self.counts.unfit_blocks += len(event.hashes)
         holders.add(record.bit, event.group, event.hashes)
+        record.stored += len(event.hashes)
         if self._expected[event.kind].masks:
             there = (block for block in event.hashes if holders.masks.get(block, 0) & record.bit)
             self._expected[event.kind].drop(record.bit, there)

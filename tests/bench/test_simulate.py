@@ -10,6 +10,7 @@ from deploy.bench.hybrid_cache import CacheShape
 from deploy.bench.outcome import Outcome
 from deploy.bench.recorded import rescaled
 from deploy.bench.simulate import Fleet, Simulation
+from deploy.bench.sticky import Sticky
 from deploy.bench.traces import Request, Segment, Trace, without_sessions
 from pdproxy.nodes.node import Footprint
 from pdproxy.settings.types import Routing
@@ -99,11 +100,17 @@ def test_what_a_node_evicted_is_not_taken_to_be_there_because_it_was_sent_there(
 
 def test_what_waits_on_a_node_finds_there_what_is_left_when_its_turn_comes() -> None:
     """The second of two prompts whose caches exclude each other, and then the first once more."""
-    fleet = Fleet(1, 1, CacheShape(blocks=10), prefill_rate=1000.0, overhead=0.0)
+    fleet = Fleet(1, 1, CacheShape(blocks=10), prefill_rate=1000.0, overhead=0.0, keep_share=0.0)
     names = (1, 2, 1)
     trace = Trace("t", tuple(Request(at * 0.1, None, None, (Segment(n, 1500),), 1) for at, n in enumerate(names)))
-    outcome = run(Routing.CACHE, trace, fleet)
-    assert outcome.computed["prefill-0"] == 3 * 1500
+    assert run(Routing.CACHE, trace, fleet).computed["prefill-0"] == 3 * 1500
+
+
+def test_what_waits_on_a_node_that_keeps_is_not_evicted_by_what_stands_before_it() -> None:
+    """The first prompt once more comes while the second one waits."""
+    fleet = Fleet(1, 1, CacheShape(blocks=10), prefill_rate=1000.0, overhead=0.0)
+    trace = Trace("t", tuple(Request(n * 0.1, None, None, (Segment(n % 2, 1500),), 1) for n in range(3)))
+    assert run(Routing.CACHE, trace, fleet).computed["prefill-0"] == 2 * 1500 + 1500 - 1280
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -194,3 +201,12 @@ def test_equal_nodes_answer_all_and_hold_nothing_after_it() -> None:
         (0, 0, Footprint())
     }
     assert {node.streams for node in simulation.nodes.values()} == {0}
+
+
+def test_sticky_sessions_stay_where_they_began() -> None:
+    """Of four sessions two begin on each prefill node, and a session's next turn finds what it has there."""
+    fleet = Fleet(2, 2, keep_share=0.0)
+    first = [Request(number * 5.0, None, number, (Segment(number, 2000),), 1) for number in range(4)]
+    second = [Request(1.0, number, number, (Segment(number, 2000), Segment(9, 200)), 1) for number in range(4)]
+    outcome = Simulation(Routing.SESSION, fleet, policy=Sticky()).run(Trace("t", (*first, *second)))
+    assert {outcome.computed[f"prefill-{index}"] for index in range(2)} == {2 * (2000 + 2200 - 1792)}

@@ -1,5 +1,6 @@
 """Traces: equal tokens have equal names, the generators follow their seed, recorded ones are read as they are meant."""
 
+import collections
 import json
 from pathlib import Path
 
@@ -62,6 +63,16 @@ def test_a_sub_agent_goes_on_from_its_parents_context() -> None:
     assert len(branches) == 3  # the next call, and two sub-agents
     shared = {branch.prompt[: len(first.prompt) + 2] for branch in branches}
     assert len(shared) == 1
+
+
+def test_agents_with_tools_pause_for_up_to_two_minutes_and_some_are_left_alone() -> None:
+    trace = generators.ALL["agents-tools"](1)
+    pauses = [request.at for request in trace.requests if request.after is not None]
+    assert 1.0 <= min(pauses) < 2.0
+    assert 100.0 < max(pauses) <= 120.0
+    calls = collections.Counter(request.session for request in trace.requests)
+    assert len(calls) == generators.TOOLS.agents
+    assert min(calls.values()) < generators.TOOLS.calls <= max(calls.values())
 
 
 def test_without_sessions_nothing_else_changes() -> None:

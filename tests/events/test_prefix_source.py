@@ -24,6 +24,7 @@ from pdproxy.planning.block_hashes import PromptExtras, PromptHasher
 from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place
+from pdproxy.planning.turnover import REMEMBERED_SECONDS
 from pdproxy.request import Endpoint, SubRequest
 from tests.events.feeds import Caches
 from tests.events.prompts import sub_request
@@ -279,3 +280,21 @@ async def test_a_long_prompt_is_looked_up_like_a_short_one() -> None:
     found = await world.source.look_up(request(ids))
     assert found is not None
     assert dict(found.hits) == {Place("p0"): Hit(1600, 1600)}
+
+
+async def test_how_long_blocks_stay_is_told_by_what_a_place_stores() -> None:
+    """A cache of 100 blocks that stores ten in a second, once: it remembers that for a minute."""
+    world = World()
+    capacity = Capacity(100 * HASHING.block_size, None, 1, Binding.ATTENTION)
+    for name in world.infos:
+        known = world.node(name)
+        world.pool.admit(dataclasses.replace(known, capacity=capacity, block_size=HASHING.block_size))
+    world.caches_prompt("p0")
+    found = await world.source.look_up(request())
+    assert found is not None
+    assert found.stays == {}
+    world.tell("p0", *(stored(number, group=ATTENTION) for number in range(1, 11)))
+    world.caches.clock.advance(1.0)
+    found = await world.source.look_up(request())
+    assert found is not None
+    assert found.stays == {Place("p0"): pytest.approx(100 * REMEMBERED_SECONDS / 10)}

@@ -2,17 +2,18 @@
 
 import collections
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.nodes.load import Load, Work
-from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import BOTH, Bars, Binding, Capacity, Footprint, Node, NodeView, Role, Snapshot, State
 from pdproxy.planning.cache_aware import CacheAware, best_allowed_pair
 from pdproxy.planning.cost import Estimate
 from pdproxy.planning.plan import PlanPolicy, choose, plan
-from pdproxy.planning.plan_types import Plan, PlanInput
+from pdproxy.planning.plan_types import NextTurn, Plan, PlanInput
 from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place, PromptHits
 from pdproxy.reasons import LocalReason, RouteReason
 from tests.fakes.views import view_of
@@ -40,13 +41,15 @@ def make(
     tokens: int = TOKENS,
     source: HitSource = HitSource.EVENTS,
     book: Load | None = None,
+    stays: Mapping[str, float] = MappingProxyType({}),
     **needs: object,
 ) -> Plan:
     """``hits``: attention and resume by place, as in "p1" or "p1/2"."""
     places = {
         Place(name.split("/")[0], int([*name.split("/"), "0"][1])): Hit(*hit) for name, hit in (hits or {}).items()
     }
-    prefix = None if hits is None else PromptHits(tokens, source, places)
+    remain = {Place(name): seconds for name, seconds in stays.items()}
+    prefix = None if hits is None else PromptHits(tokens, source, places, remain)
     return plan(Snapshot(views, bars, book), PlanInput("m", prefix=prefix, tokens=tokens, **needs), policy, turn)  # type: ignore[arg-type]
 
 
@@ -377,3 +380,37 @@ def test_the_best_allowed_pair_is_that_of_all(
     allowed = [p.score + d.score for p in costs[0] for d in costs[1] if bars.allow(p.view.node.name, d.view.node.name)]
     found = best_allowed_pair(costs[0], costs[1], bars)
     assert (None if found is None else found[0].score + found[1].score) == min(allowed, default=None)
+
+
+THIRTY_SECONDS = NextTurn(30.0, 8000.0)
+
+
+@pytest.mark.parametrize(("stays", "chosen"), [(20.0, "p2"), (30.0, "p2"), (300.0, "p1")])
+def test_a_conversation_begins_where_its_next_turn_will_find_it(stays: float, chosen: str) -> None:
+    """What is cached of its beginning is not worth a place that evicts it before it comes back."""
+    made = make(*PAIRS, hits={"p1": (1280, 1280)}, stays={"p1": stays}, next_turn=THIRTY_SECONDS)
+    assert names(made)[0] == chosen
+
+
+def test_where_a_conversation_is_kept_nothing_of_it_is_evicted() -> None:
+    kept = NextTurn(30.0, 8000.0, (Place("p1"),))
+    assert names(make(*PAIRS, hits={"p1": (1280, 1280)}, stays={"p1": 20.0}, next_turn=kept))[0] == "p1"
+
+
+def test_places_that_all_evict_it_are_compared_as_if_none_did() -> None:
+    made = make(*PAIRS, hits={"p1": (1280, 1280)}, stays={"p1": 20.0, "p2": 20.0}, next_turn=THIRTY_SECONDS)
+    assert names(made)[0] == "p1"
+
+
+def test_a_prompt_of_which_nothing_is_expected_goes_where_it_is_cached() -> None:
+    assert names(make(*PAIRS, hits={"p1": (1280, 1280)}, stays={"p1": 1.0}))[0] == "p1"
+
+
+def test_nodes_of_both_roles_are_priced_for_what_they_evict_too() -> None:
+    both = [view_of(Node(name, f"http://{name}", BOTH, "m"), State.UP, 0) for name in ("n1", "n2")]
+    hits = {Place("n1"): Hit(1280, 1280)}
+    for seconds, chosen in ((20.0, "n2"), (900.0, "n1")):
+        prefix = PromptHits(TOKENS, HitSource.EVENTS, hits, {Place("n1"): seconds})
+        needs = PlanInput("m", prefix=prefix, tokens=TOKENS, next_turn=THIRTY_SECONDS)
+        made = plan(Snapshot(tuple(both), NO_BARS, None), needs, BY_CACHE, 0)
+        assert made.computing.name == chosen

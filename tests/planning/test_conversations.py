@@ -15,6 +15,7 @@ from pdproxy.planning.conversations import (
     Conversation,
     Conversations,
 )
+from pdproxy.planning.plan_types import NextTurn
 from pdproxy.planning.prefix import Place
 from pdproxy.planning.shares import KeyLimits, LimitsByKey
 from pdproxy.reasons import KeepReason
@@ -35,8 +36,14 @@ def conversations(
 def turn(book: Conversations, *marks: int, at: float = 0.0, tenant: str = "t", named: bool = False) -> Conversation:
     """A turn that is answered at once."""
     found = book.turn(tenant, marks, at, named=named)
-    book.ended(found, 0.0, at)
+    end(book, found, at)
     return found
+
+
+def end(book: Conversations, conversation: Conversation, at: float, seconds: float = 0.0) -> None:
+    """Its prompt is computed, and answered."""
+    book.cached(conversation, seconds, at)
+    book.answered(conversation)
 
 
 def test_a_prompt_that_begins_with_another_one_is_the_next_turn() -> None:
@@ -68,17 +75,17 @@ def test_while_a_turn_is_answered_what_goes_on_from_it_is_a_branch() -> None:
     book = conversations()
     first = book.turn("t", [1], 0.0, named=False)
     assert book.turn("t", [1], 0.0, named=False) is not first, "the same prompt once more"
-    book.ended(first, 0.0, 1.0)
+    end(book, first, 1.0)
 
 
 def test_pauses_are_counted_from_the_end_of_an_answer() -> None:
     book = conversations()
     first = book.turn("t", [1], 0.0, named=False)
-    book.ended(first, 0.0, 10.0)
+    end(book, first, 10.0)
     assert [first.pause] == [None]
     book.turn("t", [1, 2], 14.0, named=False)
     assert first.pause == 4.0
-    book.ended(first, 0.0, 20.0)
+    end(book, first, 20.0)
     book.turn("t", [1, 2, 3], 28.0, named=False)
     assert first.pause == 6.0
 
@@ -120,7 +127,7 @@ def test_the_place_that_kept_it_is_told_once_when_it_moves() -> None:
     book = conversations()
     first = turn(book, 1)
     book.keep(first, ONE, 100, 0.0)
-    book.ended(first, 60.0, 1.0)
+    end(book, first, 1.0, 60.0)
     assert first.kept_until() == 61.0
     book.keep(first, OTHER, 100, 5.0)
     assert (list(book.to_forget(ONE)), list(book.to_forget(ONE)), list(book.to_forget(OTHER))) == ([first.id], [], [])
@@ -133,7 +140,7 @@ def test_what_has_ended_by_itself_need_not_be_forgotten() -> None:
     book = conversations()
     first = turn(book, 1)
     book.keep(first, ONE, 100, 0.0)
-    book.ended(first, 60.0, 0.0)
+    end(book, first, 0.0, 60.0)
     book.let_go(first, 60.0)
     assert (list(book.to_forget(ONE)), first.kept) == ([], {})
 
@@ -153,7 +160,7 @@ def test_a_key_has_so_many_tokens_kept_and_no_more() -> None:
     assert book.fits(first, 100, 0.0)
     assert not book.fits(first, 101, 0.0)
     book.keep(first, ONE, 60, 0.0)
-    book.ended(first, 10.0, 0.0)
+    end(book, first, 0.0, 10.0)
     assert book.fits(first, 100, 5.0), "in the place of what it has kept"
     assert (book.fits(second, 40, 5.0), book.fits(second, 41, 5.0)) == (True, False)
     assert book.fits(second, 100, 10.0), "the other one's time is up"
@@ -174,3 +181,31 @@ def test_the_oldest_conversations_are_forgotten() -> None:
 def test_the_same_prompt_again_is_the_same_conversation(keep: Keep) -> None:
     book = conversations(keep)
     assert turn(book, 1, 2) is turn(book, 1, 2, at=3.0)
+
+
+def test_the_next_turn_is_expected_within_the_usual_pauses_with_the_usual_length() -> None:
+    book = conversations()
+    first = book.turn("t", [1], 0.0, named=False, tokens=100)
+    assert book.next_turn(first, 100, 0.0) is None, "nothing has come back yet"
+    end(book, first, 0.0)
+    assert book.turn("t", [1, 2], 10.0, named=False, tokens=500) is first
+    expected = book.next_turn(first, 500, 10.0)
+    assert expected == NextTurn(PAUSES * 10.0, 500.0)
+    other = book.turn("t", [9], 10.0, named=False, tokens=200)
+    of_other = book.next_turn(other, 200, 10.0)
+    assert of_other is not None
+    assert of_other.seconds == PAUSES * 10.0
+    assert of_other.tokens == pytest.approx(500.0 * 2 / 4), "one of two has come back, and such are as long"
+    assert book.next_turn(book.turn("u", [9], 10.0, named=False), 200, 10.0) is None, "of another key"
+
+
+def test_the_next_turn_finds_all_at_the_place_that_keeps_it() -> None:
+    book = conversations()
+    first = turn(book, 1)
+    turn(book, 1, 2, at=4.0)
+    book.keep(first, ONE, 100, 4.0)
+    end(book, first, 4.0, 21.0)
+    for at, kept in ((20.0, (ONE,)), (25.0, ())):
+        expected = book.next_turn(first, 100, at)
+        assert expected is not None
+        assert expected.kept_at == kept
