@@ -1,10 +1,11 @@
 """Build the documentation as a site (`make docs`), of the pages that GitHub shows as they are.
 
-Three things differ in the site, so the pages are written anew before MkDocs reads them:
+Four things differ in the site, so the pages are written anew before MkDocs reads them:
 
 - Guides that lie outside of `docs/` are pages, too.
 - A link to any other file of the repository leads to the file at GitHub.
 - Headings between `<!-- tabs -->` and `<!-- end of tabs -->` become tabs.
+- The search lists the pages for somebody on call first.
 """
 
 import os
@@ -24,6 +25,8 @@ SITE = RUNS / "site"
 REPOSITORY = "https://github.com/pdproxy/pdproxy/blob/main"
 GUIDES = {"helm/pdproxy/README.md": "chart.md", "CHANGELOG.md": "changelog.md"}
 """Pages from outside of `docs/`, each with its name in the site."""
+RANKS = {"troubleshooting.md": 6, "incidents.md": 4}
+"""How much more a hit in a page counts in the search than one elsewhere."""
 
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 _TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- end of tabs -->$", re.MULTILINE | re.DOTALL)
@@ -70,6 +73,12 @@ def with_tabs(markdown: str) -> str:
     return _TABS.sub(tabbed, markdown)
 
 
+def with_rank(markdown: str, place: str) -> str:
+    """The page with its rank in the search, which MkDocs reads from lines before the first heading."""
+    rank = RANKS.get(place)
+    return markdown if rank is None else f"---\nsearch:\n  boost: {rank}\n---\n\n{markdown}"
+
+
 def write_source() -> None:
     """Write the site's pages, and what they show, to where `mkdocs.yml` says."""
     shutil.rmtree(SOURCE, ignore_errors=True)
@@ -77,7 +86,8 @@ def write_source() -> None:
     pages = {f"docs/{page.relative_to(DOCS)}": page.relative_to(DOCS) for page in DOCS.rglob("*.md")}
     for source, name in (pages | GUIDES).items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        (SOURCE / name).write_text(with_tabs(with_links(text, source)), encoding="utf-8")
+        page = with_rank(with_tabs(with_links(text, source)), str(name))
+        (SOURCE / name).write_text(page, encoding="utf-8")
 
 
 def build(folder: Path) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import html.parser
 import re
+import urllib.parse
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from deploy.local.paths import ROOT
-from deploy.site import GUIDES, SOURCE, build, with_links, with_tabs, write_source
+from deploy.site import GUIDES, RANKS, SOURCE, build, with_links, with_tabs, write_source
 from tests.admin.browser import CHROMIUM, Page, new_page, running_chromium
 
 pytestmark = pytest.mark.together("site")
@@ -110,6 +111,24 @@ async def test_from_a_disk_and_without_a_network_the_search_finds_a_page(site: P
         asked = await page.value("performance.getEntriesByType('resource').map((each) => each.name)")
         assert [each for each in asked if not each.startswith("file:")] == []
         assert page.complaints == []
+
+
+def searches() -> list[str]:
+    """The words that the pages of symptoms and incidents tell a reader to search for."""
+    pages = [(ROOT / "docs" / name).read_text() for name in RANKS]
+    tables = "\n".join(re.findall(r"^\|.*search for.*\n(?:\|.*\n)+", "\n".join(pages), re.MULTILINE))
+    return re.findall(r"\*([^*|]+)\*", tables)
+
+
+async def test_the_search_lists_symptoms_and_incidents_first(site: Path, browser: str) -> None:
+    assert len(searches()) == 20
+    first = "document.querySelector('.md-search-result__link')"
+    async with asyncio.timeout(240), new_page(browser) as page:
+        for words in searches():
+            await page.show(f"{site.as_uri()}/index.html?q={urllib.parse.quote(words)}")
+            await page.until(f"document.URL.includes({urllib.parse.quote(words)!r}) && !!{first}")
+            found = str(await page.value(f"{first}.href"))
+            assert re.search(r"/(troubleshooting|incidents)\.html", found), (words, found)
 
 
 async def test_the_copy_button_takes_the_commands_alone(site: Path, browser: str) -> None:
