@@ -14,6 +14,9 @@ Sink = Callable[[bytes], bool]
 Most pieces of a stream need none: passed on within the callback that read them from the node's socket, they cost no
 task switch. What a sink raises is a bug: it ends the exchange that the piece came from.
 """
+ChunkSink = Callable[[bytes], bool | None]
+"""A sink for what was read from a node where that is one chunk of HTTP/1.1: None where it does not take the read, which
+goes to the `Sink` then."""
 
 EXCHANGE_EXTENSION = "pdproxy.http.exchange"
 """The ASGI extension in which our server offers an `Exchange`, as ``exchange``."""
@@ -26,10 +29,14 @@ class Exchange(Protocol):
         sink: for pieces of a response whose head has been sent, in place of ASGI's ``send``; None where the client's
             HTTP has no chunks. It returns False where the client does not keep up or has gone: then ``send`` knows
             how to wait.
+        chunk_sink: the same for a piece that is framed as one chunk already.
     """
 
     @property
     def sink(self) -> Sink | None: ...
+
+    @property
+    def chunk_sink(self) -> Sink | None: ...
 
     def take_body(self) -> bytes | None:
         """The request's body if it is here as a whole; None: ASGI's ``receive`` has it, piece by piece."""
@@ -51,8 +58,11 @@ class ResponseStream(Protocol):
         """The next bytes; none when the body is complete: then nothing is held any more."""
         ...
 
-    async def pipe_to(self, sink: Sink) -> None:
-        """Between two reads: write to ``sink`` what arrives, as long as no piece needs a decision; maybe nothing."""
+    async def pipe_to(self, sink: Sink, chunk_sink: Sink | None = None) -> None:
+        """Between two reads: write to ``sink`` what arrives, as long as no piece needs a decision; maybe nothing.
+
+        What arrives as one chunk of HTTP/1.1 may go to ``chunk_sink``, framed as it is.
+        """
         ...
 
     async def aclose(self) -> None:

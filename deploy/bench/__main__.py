@@ -23,6 +23,7 @@ from deploy.bench.script import TOKENS, Line
 from deploy.local.bootstrap import BootstrapError
 from deploy.local.paths import RUNS, VENV
 from deploy.local.supervise import PartEndedError, Stopped, Supervisor, stop_signals
+from pdproxy.stream.scan import BEST
 
 MOST = 3.0
 """How many times the CPU time of vllm-router a streamed completion may cost, as the proxy comes."""
@@ -66,7 +67,8 @@ def _others() -> list[Peer]:
 def _machine(pythons: Sequence[Interpreter]) -> list[str]:
     counted = "are counted" if is_allowed() else "cannot be counted (perf is not there, or not allowed)"
     machine = f"{len(os.sched_getaffinity(0))} cores; load {os.getloadavg()[0]:.1f}; instructions {counted}"
-    return [machine, *(each.describe() for each in pythons)]
+    scan = f"the proxy scans streams in {BEST.language}"
+    return [machine, scan, *(each.describe() for each in pythons)]
 
 
 def _rounds(peers: Sequence[Peer], lines: Sequence[Line], effort: Effort) -> list[Figure]:

@@ -20,6 +20,7 @@ from deploy.bench.rounds import BenchError, Effort, ask, start
 from deploy.bench.script import Line
 from deploy.local.paths import RUNS
 from deploy.local.supervise import PartEndedError, Supervisor, stop_signals
+from pdproxy.stream.scan import BEST
 
 REQUESTS, STREAMS = 240, 16
 PATIENCE = 300.0
@@ -71,6 +72,7 @@ def main() -> int:
         print(f"error: {', '.join(sorted(unknown))}: known are {', '.join(known)}", file=sys.stderr)
         return 1
     RUNS.mkdir(exist_ok=True)
+    print(f"the proxy scans streams in {BEST.language}", flush=True)
     try:
         with stop_signals():
             for name in sys.argv[1:] or [PDPROXY.name]:

@@ -9,7 +9,8 @@ RUN python -m venv --without-pip /opt/pdproxy
 # The lock first: it changes less often than the code, and the layer is kept. The extras are in it.
 COPY requirements/proxy.txt requirements/proxy.txt
 RUN pip --python /opt/pdproxy/bin/python install --no-deps -r requirements/proxy.txt
-COPY pyproject.toml LICENSE ./
+# The full image has a C compiler as well: pdproxy/stream/_scan.c is built (hatch_build.py).
+COPY pyproject.toml hatch_build.py LICENSE ./
 COPY pdproxy pdproxy
 # uvloop's wheel comes with debugging symbols: 11 of its 13 MB.
 RUN pip --python /opt/pdproxy/bin/python install --no-deps . && \

@@ -21,6 +21,8 @@ WANTED = (3, 11)
 STAMP = ".made-from"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 LOCKS = ("proxy", "cpu", "dev", "torch")
+COMPILED_FROM = ("hatch_build.py", "pdproxy/stream/_scan.c")
+"""Built when the project is installed, where there is a C compiler."""
 TORCH_LOCK = "torch"
 FASTEST = "--fastest"
 CLEARLY_FASTER = 0.85
@@ -69,12 +71,14 @@ class Plan:
         return self.root / "requirements" / f"{name}.txt"
 
     def fingerprint(self) -> str:
-        """Changes with the locks, with what both distributions declare of themselves, and with the place."""
+        """Changes with the locks, with what both distributions declare of themselves, with what is compiled, and with
+        the place."""
         import tomllib  # not there in older Pythons, which check_python is to turn away in words
 
         files = [folder / "pyproject.toml" for folder in self.projects]
         declared = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
-        parts = [str(self.root), repr(declared), *(self.lock(name).read_text(encoding="utf-8") for name in LOCKS)]
+        read = [*map(self.lock, LOCKS), *(self.root / file for file in COMPILED_FROM)]
+        parts = [str(self.root), repr(declared), *(file.read_text(encoding="utf-8") for file in read)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def is_made(self) -> bool:

@@ -256,14 +256,14 @@ class RequestHandler:
             else:
                 await send_whole(exchange.send, response.status, headers, body)
             return
-        sink = exchange.server.sink
+        sink, chunk_sink = exchange.server.sink, exchange.server.chunk_sink
         try:
             if not exchange.begun:
                 await send_head(exchange.send, response.status, headers)
             while piece := await body.read():
                 await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
                 if sink is not None:
-                    await body.pipe_to(sink)
+                    await body.pipe_to(sink, chunk_sink)
             await exchange.send({"type": "http.response.body", "body": b""})
         except asyncio.CancelledError:
             await exchange.break_off(shutting_down_error())  # goes nowhere where the client has disconnected

@@ -138,7 +138,7 @@ class FanOut:
             await self.aclose()
         return ready
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: Sink | None = None) -> None:
         """See `ResponseStream`: every piece is merged with others, so all is left to reading."""
 
     async def aclose(self) -> None:

@@ -222,7 +222,7 @@ class ForwardedBody:
             await self.aclose()
         return piece
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: Sink | None = None) -> None:
         """Nothing: pieces are few, and `read` passes them on."""
 
     async def aclose(self) -> None:

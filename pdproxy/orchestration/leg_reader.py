@@ -1,10 +1,12 @@
 """Reads the stream of one decode leg: bytes from the node in, bytes for the client out.
 
-An event goes one of three ways, the cheapest first:
+An event goes one of four ways, the cheapest first:
 
-1. Like the last one: nearly every piece is one event that differs from the one before in its text alone.
-2. By its bytes: it holds nothing that ends or changes the stream (`Transcript.passes`).
-3. Read: as the first event, the last ones, errors and usage.
+1. As it is framed: nearly every read is one chunk with one event that differs from the one before in its text alone.
+   It goes to the client as it is, without its record (`stream.scan`).
+2. Like the last one, where a read holds several, or parts of one.
+3. By its bytes: it holds nothing that ends or changes the stream (`Transcript.passes`).
+4. Read: as the first event, the last ones, errors and usage.
 """
 
 import operator
@@ -14,6 +16,7 @@ from pdproxy.errors import Fault, NodeFault, untraced
 from pdproxy.response import Sink
 from pdproxy.stream.chunks import DONE, Likeness, parse_object, short_event_of
 from pdproxy.stream.journal import ONE_EVENT, RECORD_OF_ONE, Journal, record_in, record_of_one
+from pdproxy.stream.scan import BEST, Scan
 from pdproxy.stream.sse import EVENT_BYTES, Event, Framer
 from pdproxy.stream.transcript import CHUNKED, Transcript
 from pdproxy.stream.usage_event import UsageEventFilter
@@ -37,17 +40,21 @@ class LegReader:
         ticket_tail: the most prompt tokens that the node computes itself with its ticket; None where it has none.
         usage_filter: given where only we asked for the usage event.
         journal: given where the leg comes with one.
+        scan: which of the two; they do the same.
     """
 
     __slots__ = (
         "_at_boundary",
+        "_chunk_sink",
         "_chunks",
         "_framer",
         "_held",
         "_journal",
         "_like_last",
+        "_passed_on",
         "_pending_error",
         "_response",
+        "_scan",
         "_ticket_tail",
         "_transcript",
         "_usage_filter",
@@ -64,6 +71,7 @@ class LegReader:
         ticket_tail: int | None = None,
         usage_filter: UsageEventFilter | None = None,
         journal: Journal | None = None,
+        scan: Scan = BEST,
     ) -> None:
         self._response = response
         self._chunks: AsyncIterator[bytes] = aiter(response)
@@ -71,6 +79,9 @@ class LegReader:
         self._ticket_tail = ticket_tail
         self._usage_filter = usage_filter
         self._journal = journal
+        self._scan = scan
+        self._chunk_sink: Sink | None = None
+        self._passed_on: Sink | None = None
         self._framer = Framer()
         self._held: list[bytes] = []
         """Events whose record has not come yet."""
@@ -117,11 +128,12 @@ class LegReader:
         self.ended = True
         return b""
 
-    async def pipe_to(self, sink: Sink, passed_on: Sink) -> None:
+    async def pipe_to(self, sink: Sink, passed_on: Sink, chunk_sink: Sink | None = None) -> None:
         """Write what the client sees of each piece, until one needs `read_next`: error or end.
 
         ``passed_on`` is called with each, which may be empty, once it is written; False: leave the next to `read_next`.
-        All of it runs within the callback that read the piece from the node's socket.
+        All of it runs within the callback that read the piece from the node's socket. What is framed as it goes to the
+        client is written to ``chunk_sink``, where there is one.
         """
 
         def write(piece: bytes) -> bool:
@@ -134,7 +146,26 @@ class LegReader:
             return passed_on(seen) and written and self._pending_error is None
 
         if self.has_begun and self._pending_error is None and not self.ended:
-            await self._response.pipe_to(write)
+            self._chunk_sink, self._passed_on = chunk_sink, passed_on
+            try:
+                await self._response.pipe_to(write, None if chunk_sink is None else self._pass_chunk)
+            finally:
+                self._chunk_sink = self._passed_on = None
+
+    def _pass_chunk(self, read: bytes) -> bool | None:
+        """Write a read that is one chunk with one event like the last one, and, with a journal, its record; None for
+        any other read."""
+        like, journal = self._like_last, self._journal
+        if like is None or self._chunk_sink is None or self._passed_on is None:
+            return None
+        if journal is None:
+            chunk = self._scan.plain(read, like.head, like.tail)
+        else:
+            chunk = self._scan.journaled(read, like.head, like.tail, journal.kept, journal.most)
+        if chunk is None:
+            return None
+        written = self._chunk_sink(chunk)
+        return self._passed_on(chunk) and written
 
     def flush(self) -> bytes:
         """The bytes that were held back for a usage event that did not come."""

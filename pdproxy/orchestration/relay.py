@@ -77,10 +77,10 @@ class Relay:
             await self.aclose()
         return ready
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: Sink | None = None) -> None:
         """See `ResponseStream`. Returns where the node leaves, fails or ends its answer: the next read decides."""
         if self._leg_reader is not None and not self._ready and not self._leaving.is_set():
-            await self._leg_reader.pipe_to(sink, self._passed_on)
+            await self._leg_reader.pipe_to(sink, self._passed_on, chunk_sink)
 
     async def aclose(self) -> None:
         """End the legs, release what they hold. Idempotent."""

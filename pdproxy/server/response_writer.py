@@ -56,21 +56,11 @@ class ResponseWriter(asyncio.Transport):
         """Write together with the body that comes next, and `flush`."""
         self._unwritten.append(head)
 
-    def sink_of(self, cycle: RequestResponseCycle) -> Sink:
-        """The sink of one response; see `pdproxy.response.Exchange`. Writes chunks as uvicorn does, each at once."""
-        put, flow = self._inner.write, cycle.flow
-
-        def write(piece: bytes) -> bool:
-            if cycle.disconnected:
-                return False
-            if cycle.response_complete or not cycle.chunked_encoding:
-                raise RuntimeError("only pieces of a body whose length is not known go this way, after its head")
-            if self._unwritten:
-                self.flush()
-            put(b"%x\r\n%b\r\n" % (len(piece), piece))
-            return not flow.write_paused
-
-        return write
+    def write_now(self, data: bytes) -> None:
+        """Write at once, after what waits."""
+        if self._unwritten:
+            self.flush()
+        self._inner.write(data)
 
     def get_write_buffer_size(self) -> int:
         """Bytes that are not written yet."""
@@ -185,7 +175,23 @@ class ClientExchange(RequestResponseCycle):
 
     @property
     def sink(self) -> Sink | None:
-        return self._writer.sink_of(self) if self.has_chunks else None
+        return self._write_piece if self.has_chunks else None
+
+    @property
+    def chunk_sink(self) -> Sink | None:
+        return self._write_chunk if self.has_chunks else None
+
+    def _write_piece(self, piece: bytes) -> bool:
+        """As uvicorn frames it."""
+        return self._write_chunk(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def _write_chunk(self, chunk: bytes) -> bool:
+        if self.disconnected:
+            return False
+        if self.response_complete or not self.chunked_encoding:
+            raise RuntimeError("only pieces of a body whose length is not known go this way, after its head")
+        self._writer.write_now(chunk)
+        return not self.flow.write_paused
 
     def take_body(self) -> bytes | None:
         if self.more_body or self.disconnected or self.waiting_for_100_continue:

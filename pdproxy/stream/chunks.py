@@ -41,16 +41,15 @@ class Likeness:
 
     Attributes:
         head: up to the text, the quote before it included.
-        text: where the text begins.
-        tail: from the quote after the text on.
-        length: of the tail.
+        tail: what comes after the quote that ends the text.
     """
 
-    __slots__ = ("head", "length", "tail", "text")
+    __slots__ = ("_length", "_marked", "_text", "head", "tail")
 
-    def __init__(self, head: bytes, tail: bytes) -> None:
-        self.head, self.text = head, len(head)
-        self.tail, self.length = tail, len(tail)
+    def __init__(self, head: bytes, tail: bytes, mark: bytes) -> None:
+        self.head, self._text = head, len(head)
+        self.tail, self._marked = tail, b'"' + tail + mark
+        self._length = len(self._marked)
 
     @classmethod
     def of(cls, raw: bytes, mark: bytes = b"") -> "Likeness | None":
@@ -68,7 +67,7 @@ class Likeness:
         end = raw.find(b'"', text)
         if raw[end - 1 : end] == b"\\":
             return None
-        return cls(raw[:text], raw[end:] + mark)
+        return cls(raw[:text], raw[end + 1 :], mark)
 
     def end_in(self, piece: bytes, start: int) -> int:
         """Where the event that begins at ``start`` ends, and the mark after it; 0 where it is not such an event.
@@ -77,8 +76,8 @@ class Likeness:
         """
         if not piece.startswith(self.head, start):
             return 0
-        quote = piece.find(b'"', start + self.text)
-        return quote + self.length if piece.startswith(self.tail, quote) else 0
+        quote = piece.find(b'"', start + self._text)
+        return quote + self._length if piece.startswith(self._marked, quote) else 0
 
 
 def parse_object(data: bytes) -> dict[str, object]:

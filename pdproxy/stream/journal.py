@@ -44,14 +44,16 @@ class Journal:
     """The records of one stream, over all its legs.
 
     Attributes:
+        kept: the records, in order, a comma behind each; a `scan.Scan` appends to it as well.
+        most: bytes of them that are kept: none once it is given up.
         reason: why the stream cannot be resumed from it; None where it can.
     """
 
-    __slots__ = ("_most", "_records", "reason")
+    __slots__ = ("kept", "most", "reason")
 
     def __init__(self, most: int = MOST_BYTES) -> None:
-        self._most = most
-        self._records = bytearray()
+        self.kept = bytearray()
+        self.most = most
         self.reason: NotContinuableReason | None = None
 
     def append(self, record: bytes, events: int) -> None:
@@ -68,15 +70,15 @@ class Journal:
         """As `append`, of a record, or several joined by commas, that are known to tell the number of their events."""
         if self.reason is not None:
             return
-        self._records += record
-        self._records += b","
-        if len(self._records) > self._most:
+        self.kept += record
+        self.kept += b","
+        if len(self.kept) > self.most:
             self._give_up(NotContinuableReason.JOURNAL_SIZE)
 
     def records(self) -> bytes:
         """All records, in order, joined by commas: the inside of a JSON list."""
-        return bytes(self._records[:-1])
+        return bytes(self.kept[:-1])
 
     def _give_up(self, reason: NotContinuableReason) -> None:
         if self.reason is None:
-            self.reason, self._records = reason, bytearray()
+            self.reason, self.kept, self.most = reason, bytearray(), 0

@@ -16,7 +16,7 @@ import msgspec
 from pdproxy.clock import Clock
 from pdproxy.errors import NodeFault
 from pdproxy.request import Headers
-from pdproxy.response import Sink
+from pdproxy.response import ChunkSink, Sink
 from pdproxy.transport.faults import CONNECTING, while_connecting
 from pdproxy.transport.h1_connection import H1Connection
 from pdproxy.transport.h1_messages import Origin, Target, request_head, target_of
@@ -224,9 +224,9 @@ class H1Response:
     def __anext__(self) -> Coroutine[None, None, bytes]:
         return _closed() if self._connection is None else self._connection.piece()
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         if self._connection is not None:
-            await self._connection.pipe_to(sink)
+            await self._connection.pipe_to(sink, chunk_sink)
 
     async def aclose(self) -> None:
         connection, self._connection = self._connection, None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import cast
 
 from pdproxy.errors import Fault, NodeFault, untraced
-from pdproxy.response import Sink
+from pdproxy.response import ChunkSink, Sink
 from pdproxy.sockets import keep_alive
 from pdproxy.transport.faults import ProtocolError, timeout_fault, while_exchanging
 from pdproxy.transport.h1_messages import Origin, ResponseParser
@@ -117,6 +117,9 @@ class H1Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
+        self._chunk_sink: ChunkSink | None = None
+        self._chunk_sink_now: ChunkSink | None = None
+        """The same, while the next read begins where a chunk does: that may pass by the parser."""
         self._timeouts = (Fault.HEADERS_TIMEOUT, 0.0)
         self._failure: NodeFault | None = None
         self._stall = self._piece_wait = 0.0
@@ -194,15 +197,17 @@ class H1Connection(asyncio.Protocol):
             self._resume()
         return answer.take()
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         """See `port.HttpResponse.pipe_to`. The last piece, the end and a fault are left to `piece`."""
-        if self.answer.pieces or self.answer.ended or self._failure is not None:
+        answer = self.answer
+        if answer.pieces or answer.ended or self._failure is not None:
             return
-        self._sink = sink
+        self._sink, self._chunk_sink = sink, chunk_sink
+        self._chunk_sink_now = chunk_sink if answer.between_chunks else None
         try:
             await self._wait(Fault.STALL, self._stall)
         finally:
-            self._sink = None
+            self._end_pipe()
 
     def rest(self) -> None:
         """End the exchange: bytes that come from now on were not asked for."""
@@ -259,28 +264,38 @@ class H1Connection(asyncio.Protocol):
         keep_alive(self._transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
-        if not self._busy:
-            self.abort()
-            return
-        answer, sink = self.answer, self._sink
+        chunk_sink = self._chunk_sink_now
         try:
-            answer.feed(data)
-        except ProtocolError as error:
-            self._fail(while_exchanging(error, self._where))
-            return
-        if sink is None or answer.ended or not answer.pieces:
-            self._keep(answer, len(data))
-            return
-        try:
-            more = sink(answer.take())
+            if chunk_sink is None or (more := chunk_sink(data)) is None:
+                more = self._parse(data)
         except BaseException as bug:  # raised in `pipe_to` as well: the event loop only logs it
             self._wake(bug)
             raise
         if more:
             self._watchdog.heard = self._loop.time()
-        else:  # ends the wait of `pipe_to`
-            self._sink = None
+        elif more is not None:  # ends the wait of `pipe_to`
+            self._end_pipe()
             self._wake()
+
+    def _parse(self, data: bytes) -> bool | None:
+        """Take what came, whatever it is. True where the sink took it, False where it wants no more after that."""
+        if not self._busy:
+            self.abort()
+            return None
+        answer, sink = self.answer, self._sink
+        try:
+            answer.feed(data)
+        except ProtocolError as error:
+            self._fail(while_exchanging(error, self._where))
+            return None
+        self._chunk_sink_now = self._chunk_sink if answer.between_chunks else None
+        if sink is None or answer.ended or not answer.pieces:
+            self._keep(answer, len(data))
+            return None
+        return sink(answer.take())
+
+    def _end_pipe(self) -> None:
+        self._sink = self._chunk_sink = self._chunk_sink_now = None
 
     def _keep(self, answer: ResponseParser, size: int) -> None:
         """Bytes that came stay here until they are read."""

@@ -106,6 +106,8 @@ class ResponseParser:
         reusable: it has ended, and the connection can carry another. Not after a 5xx: servers close connections after
             an unhandled error without saying so (uvicorn), and the next request would be lost with them.
         silent: no byte has come since `expect`.
+        between_chunks: the body is chunked, and what came ends where a chunk does: one that follows as a whole may be
+            left out of what is fed.
         pieces: of body that have not been taken yet. httptools itself appends to it: a stream has many pieces.
     """
 
@@ -122,6 +124,7 @@ class ResponseParser:
         self.has_head = self.ended = self.reusable = False
         self.silent = True
         self.pieces.clear()
+        self.between_chunks = self._chunked = self._in_chunk = False
         self._bodiless = method == "HEAD"
         self._ends_with_connection = False
         self._fields: list[tuple[str, str]] = []
@@ -142,6 +145,8 @@ class ResponseParser:
             self._overhead = 0
         else:
             self._count_overhead(len(data))
+        # Half of a size, or of what may follow it, never ends in a line's end: the chunk begins with that.
+        self.between_chunks = self._chunked and not self._in_chunk and not self.ended and data.endswith(b"\r\n")
 
     def _count_overhead(self, size: int) -> None:
         self.pieces.clear()
@@ -198,9 +203,15 @@ class ResponseParser:
             if codings != ["chunked"]:
                 raise ProtocolError(f"transfer coding {', '.join(codings)!r}, which is not supported here")
         self.status, self.headers, self.has_head = status, tuple(self._fields), True
-        self._fields = []
+        self._fields, self._chunked = [], chunked
         self._ends_with_connection = not chunked and "content-length" not in names and status not in _BODILESS
         self.ended = self._bodiless  # the parser cannot know; the connection is not used again
+
+    def on_chunk_header(self) -> None:
+        self._in_chunk = True
+
+    def on_chunk_complete(self) -> None:
+        self._in_chunk = False
 
     def on_message_complete(self) -> None:
         if self.has_head and not self.ended:

@@ -27,7 +27,7 @@ import httpx
 
 from pdproxy.errors import Fault, NodeFault, untraced
 from pdproxy.request import Headers
-from pdproxy.response import Sink
+from pdproxy.response import ChunkSink, Sink
 from pdproxy.transport.faults import timeout_fault, while_connecting, while_exchanging
 from pdproxy.transport.h1_messages import Target, fields_of, request_head, target_of
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
@@ -169,7 +169,7 @@ class HttpxResponse:
         overdue = asyncio.get_running_loop().time() >= self._due
         return timeout_fault(Fault.STALL, self._where, None if overdue else self._wait)
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         """Returns at once: every piece is left to iteration."""
 
     async def aclose(self) -> None:

@@ -13,7 +13,7 @@ from opentelemetry import trace
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
-from pdproxy.response import Sink
+from pdproxy.response import ChunkSink, Sink
 
 
 class Timeouts(msgspec.Struct, frozen=True):
@@ -76,8 +76,11 @@ class HttpResponse(Protocol):
         """
         ...
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         """Between two reads: pass pieces to ``sink`` as they come, while it returns True.
+
+        A read that begins and ends where a chunk does may be shown to ``chunk_sink`` first, which takes it only if it
+        is one whole chunk, and not the last.
 
         Also returns when the body's last piece or its end is here, or when it failed: the next read shows
         which. May return at once. When it is cancelled, no piece is lost.

@@ -10,7 +10,7 @@ from opentelemetry import trace
 from pdproxy.errors import NodeFault
 from pdproxy.observe.gen_ai import Attributes
 from pdproxy.observe.tracing import outward
-from pdproxy.response import Sink
+from pdproxy.response import ChunkSink, Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport
 
 
@@ -74,8 +74,8 @@ class TracedResponse:
             _record(self._span, fault)
             raise
 
-    async def pipe_to(self, sink: Sink) -> None:
-        await self._inner.pipe_to(sink)
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
+        await self._inner.pipe_to(sink, chunk_sink)
 
     async def aclose(self) -> None:
         """Close the response, and with it the span."""

@@ -31,6 +31,8 @@ JSON = (b"content-type", b"application/json")
 class Call:
     """One request, spoken to the application as a server does; the server cancels what is not over in time."""
 
+    chunk_sink: Sink | None = None
+
     def __init__(self, server: RunningProxy, path: str, body: dict[str, Any]) -> None:
         self._incoming = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self.sent: list[Message] = []

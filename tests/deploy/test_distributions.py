@@ -1,11 +1,13 @@
 """The proxy's distribution in a clean environment; what both say of themselves."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +58,29 @@ def served(command: Path, folder: Path) -> Iterator[str]:
             assert proxy.wait(60) == 0, (folder / "log").read_text()
         finally:
             proxy.kill()
+
+
+def built(folder: Path, **environment: str) -> list[str]:
+    """The files of the proxy's wheel, its own name first."""
+    hatch = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder), "--target", "wheel"]
+    subprocess.run(hatch, cwd=ROOT, check=True, capture_output=True, env={**os.environ, **environment})
+    [wheel] = folder.glob("pdproxy-*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        return [wheel.name, *files.namelist()]
+
+
+def test_a_wheel_is_pure_python_where_there_is_no_compiler(tmp_path: Path) -> None:
+    name, *files = built(tmp_path, CC=str(tmp_path / "none"))
+    assert name.endswith("-py3-none-any.whl")
+    assert "pdproxy/stream/scan.py" in files
+    assert not any(file.endswith((".so", ".c")) for file in files)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no compiler")
+def test_a_wheel_has_the_compiled_scan_for_all_versions_of_python_where_there_is_one(tmp_path: Path) -> None:
+    name, *files = built(tmp_path)
+    assert "-cp311-abi3-linux_" in name
+    assert [file for file in files if file.endswith((".so", ".c"))] == ["pdproxy/stream/_scan.abi3.so"]
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.request import Headers
-from pdproxy.response import Sink
+from pdproxy.response import ChunkSink, Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 from tests.fakes.clock import FakeClock
 from tests.fakes.faults import FaultKind
@@ -104,7 +104,7 @@ class MemoryResponse:
             case _:
                 self._ended = True
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         """See the port. The last piece is left to be read."""
         more = True
         while more and self._at < len(self._script.pieces) - 1:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from pdproxy.request import Headers
-from pdproxy.response import Sink
+from pdproxy.response import ChunkSink, Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 from tests.fakes.clock import FakeClock
 from tests.fakes.memory_transport import MemoryTransport
@@ -147,7 +147,7 @@ class _PacedResponse:
             await asyncio.sleep(self._seconds)
             yield piece
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         """See the port. All pieces are left to be read."""
 
     async def aclose(self) -> None:

@@ -14,6 +14,7 @@ class Connection:
     """The server's half; `leave` closes the client's."""
 
     sink: Sink | None = None
+    chunk_sink: Sink | None = None
 
     def __init__(self) -> None:
         self._on_left: Callable[[], None] | None = None

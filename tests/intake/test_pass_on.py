@@ -46,6 +46,7 @@ class Client:
         self._asked: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
         self._breath = breath
         self.sink: Sink | None = self._take if chunks else None
+        self.chunk_sink: Sink | None = None
         self.pieces: list[bytes] = []
         self.sent = self.straight = 0
 

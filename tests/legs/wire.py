@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 
 from pdproxy.request import Headers
-from pdproxy.response import Sink
+from pdproxy.response import ChunkSink, Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 
 
@@ -20,7 +20,7 @@ class Answer:
         for piece in self.pieces:
             yield piece
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         pass
 
     async def aclose(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.node import Node, Role
 from pdproxy.request import Headers
-from pdproxy.response import Sink
+from pdproxy.response import ChunkSink, Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 
 LABELS = {
@@ -45,7 +45,7 @@ class Answer:
     async def __aiter__(self) -> AsyncIterator[bytes]:
         yield self._body
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         pass
 
     async def aclose(self) -> None:

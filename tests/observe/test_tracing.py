@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.observe.tracing import Message, Receive, Send, TracedApp, note_event, tracing_of
 from pdproxy.request import Headers, header
-from pdproxy.response import Sink
+from pdproxy.response import ChunkSink, Sink
 from pdproxy.settings.model import Otel
 from pdproxy.settings.types import OtelExport
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, read_to_end
@@ -46,7 +46,7 @@ class Answer:
         if self.fault:
             raise self.fault
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         pass
 
     async def aclose(self) -> None:

@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.orchestration.leg_reader import LegReader
+from pdproxy.reasons import NotContinuableReason
 from pdproxy.request import Endpoint, Headers, Shape
-from pdproxy.response import Sink
+from pdproxy.response import ChunkSink, Sink
 from pdproxy.stream.journal import Journal
+from pdproxy.stream.scan import PYTHON, Scan, compiled
 from pdproxy.stream.sse import EVENT_BYTES, Framer
 from pdproxy.stream.transcript import Transcript
 from pdproxy.stream.usage_event import UsageEventFilter
@@ -98,6 +100,7 @@ FINISH = {"id": "c-1", "choices": [{"index": 0, "text": "x", "finish_reason": "s
 FINISHED = b"data: " + json.dumps(FINISH, separators=(",", ":")).encode() + b"\n\n"
 _OBJECT = re.compile(rb'"object":"[^"]*","created":[0-9]*')
 STREAMS = [*map(fake_stream, ENDPOINTS), *recorded_streams()]
+SCANS = [scan for scan in (PYTHON, compiled()) if scan is not None]
 ODD = (
     KEEP_ALIVE,
     b": pdproxy [0,[]]\n\n",
@@ -116,8 +119,14 @@ ODD = (
 """Blocks that end or change a stream, or are not as vLLM writes them."""
 
 
+def chunk_of(piece: bytes) -> bytes:
+    """As servers frame it."""
+    return b"%x\r\n%b\r\n" % (len(piece), piece)
+
+
 class Pieces:
-    """A response that is read to its end, or to where its connection breaks; ``piped``: what may pass by a sink is."""
+    """A response that is read to its end, or to where its connection breaks; ``piped``: what may pass by a sink is.
+    Each piece comes as one chunk."""
 
     status = 200
     headers: Headers = ()
@@ -137,10 +146,13 @@ class Pieces:
             raise NodeFault(Fault.RESET, "broken")
         raise StopAsyncIteration
 
-    async def pipe_to(self, sink: Sink) -> None:
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         """See the port. The last piece is left to be read."""
-        while self._piped and len(self._pieces) > 1 and sink(self._pieces.pop(0)):
-            pass
+        more = self._piped
+        while more and len(self._pieces) > 1:
+            piece = self._pieces.pop(0)
+            taken = None if chunk_sink is None else chunk_sink(chunk_of(piece))
+            more = sink(piece) if taken is None else taken
 
     async def aclose(self) -> None:
         """Nothing is held."""
@@ -159,19 +171,23 @@ class Leg:
         usage_filter: UsageEventFilter | None = None,
         cache_use: CacheUse | None = None,
         piped: bool = False,
+        scan: Scan | None = None,
     ) -> None:
         self.journal = journal
         self.transcript = Transcript(endpoint, Shape(1, stream=True), cache_use)
         response = Pieces(pieces, breaks=breaks, piped=piped)
-        self.reader = LegReader(response, self.transcript, 8, usage_filter, journal)
+        self.reader = LegReader(response, self.transcript, 8, usage_filter, journal, scan or PYTHON)
+        self._chunk_sink = None if scan is None else self._take_chunk
         self.seen = b""
+        self.as_framed = 0
+        """Chunks that were passed on as they are framed."""
         self.fault: Fault | None = None
 
     async def read(self) -> "Leg":
         """To the end; raises what the reader raises."""
         self._take(await self.reader.read_first())
         while not self.reader.ended:
-            await self.reader.pipe_to(self._take, lambda _: True)
+            await self.reader.pipe_to(self._take, lambda _: True, self._chunk_sink)
             self._take(await self.reader.read_next())
         return self
 
@@ -195,6 +211,12 @@ class Leg:
     def _take(self, seen: bytes) -> bool:
         self.seen += seen
         return True
+
+    def _take_chunk(self, chunk: bytes) -> bool:
+        piece = chunk[chunk.index(b"\n") + 1 : -2]
+        assert chunk == chunk_of(piece)
+        self.as_framed += 1
+        return self._take(piece)
 
 
 def run(leg: Coroutine[None, None, Leg]) -> Leg:
@@ -223,14 +245,16 @@ def together(chunks: Sequence[bytes], counts: Sequence[int]) -> list[bytes]:
 
 @st.composite
 def ways(draw: st.DrawFn) -> Callable[[Sequence[bytes], Endpoint], Leg]:
-    """Reads a stream with or without a journal, a usage event that only we asked for, and tokens cached elsewhere."""
+    """Reads a stream with or without a journal, a usage event that only we asked for, and tokens cached elsewhere; with
+    chunks passed on as they are framed, or none."""
     with_journal, ours, cached = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([None, CacheUse(3)]))
+    scan = draw(st.sampled_from([None, *SCANS]))
 
     def read(pieces: Sequence[bytes], endpoint: Endpoint) -> Leg:
         ours_alone = UsageEventFilter() if ours and endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) else None
         journal = Journal() if with_journal else None
-        kept = Leg(endpoint, pieces, journal=journal, usage_filter=ours_alone, cache_use=cached, piped=True)
-        return run(kept.read_all())
+        leg = Leg(endpoint, pieces, journal=journal, usage_filter=ours_alone, cache_use=cached, piped=True, scan=scan)
+        return run(leg.read_all())
 
     return read
 
@@ -295,6 +319,29 @@ def test_hardly_an_event_of_a_stream_of_text_is_looked_at(name: str, with_journa
     finally:
         sys.setprofile(before)
     assert looked_at < len(written.chunks) / 4
+
+
+@pytest.mark.parametrize("name", ["completion", "chat", "messages, reasoning"])
+@pytest.mark.parametrize("with_journal", [True, False])
+@pytest.mark.parametrize("scan", SCANS, ids=lambda scan: scan.language)
+def test_nearly_every_chunk_of_a_stream_of_text_goes_on_as_it_is_framed(
+    name: str, with_journal: bool, scan: Scan
+) -> None:
+    (written,) = (each for each in recorded_streams() if each.name == name)
+    written = written if with_journal else written.without_journal()
+    journal = Journal() if with_journal else None
+    leg = run(Leg(written.endpoint, written.chunks, journal=journal, piped=True, scan=scan).read())
+    assert leg.as_framed > len(written.chunks) * 3 / 4
+    assert (leg.seen, leg.transcript.ended) == (written.events, True)
+
+
+@pytest.mark.parametrize("scan", SCANS, ids=lambda scan: scan.language)
+def test_a_journal_that_has_grown_too_long_is_given_up_whichever_way_its_records_come(scan: Scan) -> None:
+    (written,) = (each for each in recorded_streams() if each.name == "completion")
+    journal = Journal(200)
+    leg = run(Leg(written.endpoint, written.chunks, journal=journal, piped=True, scan=scan).read())
+    assert (journal.reason, journal.records()) == (NotContinuableReason.JOURNAL_SIZE, b"")
+    assert leg.seen == written.events
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

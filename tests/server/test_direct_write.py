@@ -38,6 +38,9 @@ class Mixed:
         for word in (b"one ", b"two ", b"three "):
             await send({"type": "http.response.body", "body": word, "more_body": True})
             assert sink_of(scope)(word.upper())
+            framed = exchange_of(scope).chunk_sink
+            assert framed is not None
+            assert framed(b"1\r\n-\r\n")
         await send({"type": "http.response.body", "body": b"end"})
 
 
@@ -47,7 +50,7 @@ async def test_pieces_keep_their_order_with_send_and_sink() -> None:
     assert status == 200
     assert body == b"".join(
         b"%x\r\n%b\r\n" % (len(word), word)
-        for word in (b"one ", b"ONE ", b"two ", b"TWO ", b"three ", b"THREE ", b"end", b"")
+        for word in (b"one ", b"ONE ", b"-", b"two ", b"TWO ", b"-", b"three ", b"THREE ", b"-", b"end", b"")
     )
 
 
@@ -121,13 +124,16 @@ async def test_the_sink_refuses_bodies_of_known_length(known: bool) -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await whole_body(scope, receive)
-        sink = sink_of(scope)
+        sink, chunk_sink = sink_of(scope), exchange_of(scope).chunk_sink
+        assert chunk_sink is not None
         if known:
             await send_head(send, 200, [("content-length", "3")])
         else:
             await send_whole(send, 200, (), b"yes")
         with pytest.raises(RuntimeError) as caught:
             sink(b"no")
+        with pytest.raises(RuntimeError):
+            chunk_sink(b"2\r\nno\r\n")
         refused.set_result(str(caught.value))
         if known:
             await send({"type": "http.response.body", "body": b"yes"})
@@ -141,11 +147,12 @@ async def test_the_sink_refuses_bodies_of_known_length(known: bool) -> None:
 async def test_http_1_0_has_no_sink() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await whole_body(scope, receive)
-        await send_whole(send, 200, (), repr(exchange_of(scope).sink).encode())
+        sinks = exchange_of(scope).sink, exchange_of(scope).chunk_sink
+        await send_whole(send, 200, (), repr(sinks).encode())
 
     async with serving(LIMITS, app) as port:
         _, body = await say(port, b"POST / HTTP/1.0\r\ncontent-length: 0\r\n\r\n")
-    assert body == b"None"
+    assert body == b"(None, None)"
 
 
 async def test_a_body_that_has_come_with_its_head_is_there_at_once() -> None:

@@ -30,6 +30,52 @@ def test_where_the_bytes_are_cut_does_not_matter(cuts: list[int]) -> None:
     assert reader.reusable
 
 
+SIZES = st.sampled_from([b"%x\r\n", b"%X\r\n", b"00%x\r\n", b"%x;a=b\r\n", b'%x;a="b c"\r\n'])
+CONTENTS = st.one_of(
+    st.binary(min_size=1, max_size=20), st.sampled_from([b"\r\n", b"5\r\n", b"1\r\na\r\n", b"a" * 300])
+)
+
+
+@given(
+    chunks=st.lists(st.tuples(SIZES, CONTENTS), max_size=6),
+    cuts=st.lists(st.integers(0, 2000), max_size=12),
+    trailers=st.sampled_from([b"", b"T: 1\r\n"]),
+)
+def test_a_reader_knows_when_it_is_between_two_chunks(
+    chunks: list[tuple[bytes, bytes]], cuts: list[int], trailers: bytes
+) -> None:
+    reader, raw = ResponseParser(), b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    between = {len(raw)}
+    for size, content in chunks:
+        raw += size % len(content) + content + b"\r\n"
+        between.add(len(raw))
+    raw += b"0\r\n" + trailers + b"\r\n"
+    edges = [0, *sorted({cut % (len(raw) + 1) for cut in cuts} | {len(raw)})]
+    for start, end in itertools.pairwise(edges):
+        if start < end:
+            reader.feed(raw[start:end])
+            # Half of a line's end that comes alone is not looked at: the next chunk goes the general way.
+            assert reader.between_chunks == (end in between and end - start > 1)
+    assert reader.ended
+
+
+def test_no_answer_but_a_chunked_one_is_between_chunks() -> None:
+    for head in (b"Content-Length: 9\r\n", b""):
+        reader = ResponseParser()
+        reader.feed(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n")
+        assert not reader.between_chunks
+        reader.feed(b"1\r\na\r\n")
+        assert not reader.between_chunks
+
+
+def test_a_chunk_that_passes_by_between_two_others_is_not_missed() -> None:
+    reader = ResponseParser()
+    reader.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
+    assert reader.between_chunks
+    reader.feed(b"1\r\nc\r\n0\r\n\r\n")  # 1, b was there
+    assert (reader.take(), reader.ended, reader.reusable, reader.between_chunks) == (b"ac", True, True, False)
+
+
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_raise_nothing_but_protocol_errors(data: bytes) -> None:
     reader = ResponseParser()

@@ -81,6 +81,46 @@ async def test_nothing_is_lost_between_sinks_and_reads(transport: H1Transport, m
         assert transport.connections == 1, "it was read to its end, and serves again"
 
 
+class Framed(Taken):
+    """A sink that takes each whole chunk as it is framed, but for every third."""
+
+    def __init__(self, most: int = 100) -> None:
+        super().__init__(most)
+        self.shown: list[bytes] = []
+
+    def take_chunk(self, read: bytes) -> bool | None:
+        self.shown.append(read)
+        word = read[3:-2]
+        return self(word) if word and len(self.shown) % 3 and read == chunk(word) else None
+
+    async def rest(self, response: HttpResponse) -> None:
+        await response.pipe_to(self, self.take_chunk)
+        async for piece in response:
+            self.pieces.append(piece)
+            await response.pipe_to(self, self.take_chunk)
+
+
+@pytest.mark.parametrize("most", [1, 2, 100])
+@pytest.mark.parametrize("traced", [False, True], ids=["bare", "traced"])
+async def test_chunks_that_are_taken_as_they_are_framed_keep_their_order(
+    transport: H1Transport, most: int, traced: bool
+) -> None:
+    whole = [*map(chunk, WORDS * 3)]
+    parts = [*whole[:4], whole[4] + whole[5], *whole[6:9], whole[9][:4], whole[9][4:], *whole[10:], END]
+    async with peer(speaking(*parts)) as there:
+        with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 1, is_remote=False))):
+            through = TracedTransport(transport, trace.NoOpTracer()) if traced else transport
+            response = await through.send(post(there), PATIENT)
+        first = await anext(aiter(response))
+        taken = Framed(most)
+        await taken.rest(response)
+        await response.aclose()
+        assert first + b"".join(taken.pieces) == b"".join(WORDS * 3)
+        assert any(each in taken.shown for each in whole)
+        assert whole[9][4:] not in taken.shown, "it begins within a chunk"
+        assert transport.connections == 1, "it was read to its end, and serves again"
+
+
 async def test_the_last_piece_is_left_to_be_read_if_the_end_comes_with_it(transport: H1Transport) -> None:
     go_on = asyncio.Event()
     async with peer(speaking(chunk(b"one"), chunk(b"two") + END, then=go_on)) as there:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local.bootstrap import (
+    COMPILED_FROM,
     LOCKS,
     STAMP,
     TORCH_INDEX,
@@ -31,6 +32,9 @@ def plan(tmp_path: Path) -> Plan:
     (tmp_path / "requirements").mkdir()
     for name in LOCKS:
         (tmp_path / "requirements" / f"{name}.txt").write_text(f"{name}==1\n", encoding="utf-8")
+    for file in COMPILED_FROM:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("int one;\n", encoding="utf-8")
     (tmp_path / "connector").mkdir()
     for folder in (tmp_path, tmp_path / "connector"):
         (folder / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
@@ -48,6 +52,12 @@ def test_an_environment_that_is_made_is_not_made_again(plan: Plan) -> None:
 @pytest.mark.parametrize("lock", LOCKS)
 def test_a_changed_lock_makes_it_stale(plan: Plan, lock: str) -> None:
     plan.lock(lock).write_text("other==2\n", encoding="utf-8")
+    assert not plan.is_made()
+
+
+@pytest.mark.parametrize("file", COMPILED_FROM)
+def test_what_is_compiled_anew_makes_it_stale(plan: Plan, file: str) -> None:
+    (plan.root / file).write_text("int two;\n", encoding="utf-8")
     assert not plan.is_made()
 
 
