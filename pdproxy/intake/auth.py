@@ -142,7 +142,8 @@ def parse_key_lines(lines: Iterable[str]) -> dict[bytes, ApiKey]:
     Limits belong to a name: they stand on one of its lines, or are the same on each.
 
     Raises:
-        SettingsError: a limit is unknown, is no number that it can be, or differs from that of another line.
+        SettingsError: a limit is unknown, is no number that it can be, stands where the name should, or differs from
+            that of another line.
     """
     names: dict[bytes, str] = {}
     limits: dict[str, dict[str, Any]] = {}
@@ -152,6 +153,8 @@ def parse_key_lines(lines: Iterable[str]) -> dict[bytes, ApiKey]:
             continue
         where = f"keys.file, line {number}"
         name = words[1] if len(words) > 1 else f"line-{number}"
+        if "=" in name:
+            raise SettingsError(f"{where}: there is no name before the limits; {_FORM}.")
         names[key_digest(words[0])] = name
         known = limits.setdefault(name, {})
         for word in words[2:]:

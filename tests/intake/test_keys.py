@@ -86,6 +86,12 @@ def test_a_wrong_line_is_named_by_number_and_never_quoted(tmp_path: Path, limits
     assert "secret-word" not in str(caught.value)
 
 
+def test_limits_without_a_name_are_refused() -> None:
+    """The first of them would be the name, and bound nothing."""
+    with pytest.raises(SettingsError, match=r"line 2: there is no name before the limits; write 'key \[name"):
+        parse_key_lines(["fine a", "secret-word concurrency=1 weight=2"])
+
+
 def test_other_keys_and_limits_take_the_place_of_the_ones_in_use() -> None:
     keys = ApiKeys(parse_key_lines(["k a concurrency=1"]))
     limits = keys.limits
