@@ -67,6 +67,8 @@ class PromptKeep:
         self._kept_before = conversation.kept_until() > clock.now()
         self._seconds = 0.0
         """For which a place was asked to keep it."""
+        self._forgets: tuple[Place, Sequence[str]] | None = None
+        """A place that was told to forget these, whose answer has not come."""
         self._cached = self._ended = False
 
     def next_turn(self) -> NextTurn | None:
@@ -77,6 +79,7 @@ class PromptKeep:
         """The fields of a leg's ``kv_transfer_params`` to the place that computes the prompt; most need none."""
         if not node.keeps or (rank is None and node.ranks > 1):
             return {}
+        self._give_back()
         place, now = Place(node.name, rank or 0), self._clock.now()
         conversation, conversations = self._conversation, self._conversations
         fields = dict[str, object]()
@@ -95,13 +98,15 @@ class PromptKeep:
         self._seconds = seconds
         if reason is not None or here:
             fields["pdproxy_keep"] = {"id": conversation.id, "seconds": round(seconds, 3)}
-        if ids := [each for each in conversations.to_forget(place) if each != conversation.id]:
-            fields["pdproxy_forget"] = ids
+        ids = conversations.to_forget(place)
+        if others := [each for each in ids if each != conversation.id]:
+            fields["pdproxy_forget"] = others
+        self._forgets = place, ids
         return fields
 
     def told(self, kept: object) -> None:
         """The node that computes the prompt has answered; ``kept``: its field `calls.KEPT`, None where it has none."""
-        place, self._place, self._cached = self._place, None, True
+        place, self._place, self._cached, self._forgets = self._place, None, True, None
         self._conversations.cached(self._conversation, self._seconds, self._clock.now())
         if place is None:
             return
@@ -123,9 +128,16 @@ class PromptKeep:
         if self._ended:
             return
         self._ended = True
+        self._give_back()
         if not self._cached or self._place is not None:
             self.told(None)
         self._conversations.answered(self._conversation)
+
+    def _give_back(self) -> None:
+        """Have a place told later what to forget, since it has not answered. To tell it twice does no harm."""
+        forgets, self._forgets = self._forgets, None
+        if forgets is not None:
+            self._conversations.forget_later(*forgets)
 
     def _count_turn(self, *, here: bool) -> None:
         """Count the turn of a conversation that was kept, once."""

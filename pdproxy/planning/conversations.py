@@ -11,7 +11,7 @@ inherits how long its pauses are.
 import dataclasses
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pdproxy.planning.plan_types import NextTurn
 from pdproxy.planning.prefix import Place
@@ -129,6 +129,9 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._all)
 
+    def __iter__(self) -> Iterator[Conversation]:
+        return iter(self._all.values())
+
     def turn(self, tenant: str, marks: Sequence[int], now: float, *, named: bool, tokens: int = 0) -> Conversation:
         """The conversation whose turn a prompt with these marks is, the last one at its end; a new one if it is none.
 
@@ -214,12 +217,21 @@ class Conversations:
         conversation.kept.pop(place, None)
 
     def to_forget(self, place: Place) -> Sequence[str]:
-        """The ids that a place is still to be told to forget; the caller tells it."""
-        ids = self._forget.get(place)
-        if not ids:
-            return ()
-        del self._forget[place]
-        return ids
+        """The ids that a place is still to be told to forget; the caller tells it, or calls `forget_later`."""
+        ids = self._forget.pop(place, None)
+        return [each for each in ids if not self._is_kept(each, place)] if ids else ()
+
+    def forget_later(self, place: Place, ids: Sequence[str]) -> None:
+        """The place could not be told to forget these."""
+        waiting = self._forget.setdefault(place, [])
+        waiting += ids
+        del waiting[:-MOST_FORGOTTEN]  # of a place that is asked nothing the first ones have ended by themselves
+        while len(self._forget) > MOST_PLACES:
+            self._forget.popitem(last=False)
+
+    def _is_kept(self, name: str, place: Place) -> bool:
+        known = self._all.get(name)
+        return known is not None and place in known.kept
 
     def _add(self, conversation: Conversation, end: int) -> Conversation:
         self._all[conversation.id] = conversation
@@ -261,8 +273,4 @@ class Conversations:
 
     def _let_go(self, conversation: Conversation, place: Place, now: float) -> None:
         if conversation.kept.pop(place) > now:
-            ids = self._forget.setdefault(place, [])
-            ids.append(conversation.id)
-            del ids[:-MOST_FORGOTTEN]  # of a place that is asked nothing the first ones have ended by themselves
-            while len(self._forget) > MOST_PLACES:
-                self._forget.popitem(last=False)
+            self.forget_later(place, (conversation.id,))

@@ -164,6 +164,12 @@ def test_a_capacity_in_part_is_none(right: str, wrong: str) -> None:
     assert read_node_capacity(metrics(LABELS)) is None
 
 
+@pytest.mark.parametrize(("said", "keeps"), [("0.3", True), ("1", True), ("0", False), (None, False)])
+def test_a_node_says_whether_it_keeps_conversations(said: str | None, keeps: bool) -> None:
+    labels = {} if said is None else {"keep_share": said}
+    assert NodeInfo(NODE, labels=labels).joined().keeps is keeps
+
+
 @pytest.mark.parametrize(("said", "can_resume"), [("true", True), ("false", False), (None, False)])
 def test_a_node_says_whether_it_can_resume_streams(said: str | None, can_resume: bool) -> None:
     labels = {} if said is None else {"resume": said}

@@ -17,7 +17,7 @@ ASKED = SubRequest(
     "r",
 )
 READ, UNREAD = Place("read"), Place("unread")
-EXACT = PromptHits(100, HitSource.EVENTS, {READ: Hit(64, 32)})
+EXACT = PromptHits(100, HitSource.EVENTS, {READ: Hit(64, 32)}, {READ: 60.0})
 ESTIMATE = PromptHits(90, HitSource.APPROXIMATION, {READ: Hit(80, 80), UNREAD: Hit(16, 0)})
 
 
@@ -46,7 +46,7 @@ class Source:
 
 async def test_the_estimate_counts_for_nodes_of_which_nothing_is_known() -> None:
     found = await CombinedSource(Source(EXACT), Source(ESTIMATE)).look_up(ASKED)
-    assert found == PromptHits(100, HitSource.EVENTS, {READ: Hit(64, 32), UNREAD: Hit(16, 0)})
+    assert found == PromptHits(100, HitSource.EVENTS, {READ: Hit(64, 32), UNREAD: Hit(16, 0)}, {READ: 60.0})
 
 
 async def test_a_node_that_is_known_to_have_nothing_is_not_estimated_to_have_something() -> None:

@@ -11,7 +11,10 @@ from pdproxy.nodes.node import Role
 from pdproxy.orchestration.keeping import Keeping
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
-from pdproxy.planning.conversations import Conversations
+from pdproxy.planning.cache_aware import CacheAware
+from pdproxy.planning.conversations import PAUSES, Conversations
+from pdproxy.planning.plan import Candidates
+from pdproxy.planning.plan_types import Plan, PlanInput
 from pdproxy.planning.shares import KeyLimits, LimitsByKey
 from pdproxy.reasons import KeepReason
 from pdproxy.request import Endpoint, KeepAsk
@@ -200,3 +203,38 @@ async def test_the_answer_to_a_hand_over_shows_nothing_of_it(stream: bool) -> No
     assert (got.route, b"pdproxy_kept" in got.body, len(kept(cluster))) == ("disaggregated", False, 1)
     legs = [seen.body["kv_transfer_params"] for node in cluster.decodes for seen in node.legs()]
     assert all("pdproxy_kept" not in params for params in legs)
+
+
+async def test_a_conversation_that_is_not_to_be_kept_any_more_is_forgotten_where_it_was() -> None:
+    """Its last turn goes elsewhere, and asks for nothing to be kept."""
+    cluster = KeepingCluster(Keep.ASKED)
+    await cluster.say(0, keep=HALF_AN_HOUR)
+    (first,) = [node for node in cluster.prefills if node.kept]
+    first.fault = InjectedFault(FaultKind.REFUSE)
+    await cluster.say(1, after=4)
+    assert list(first.kept or {}) == ["conversation-0"], "it could not be told yet"
+    first.fault = None
+    other = next(node for node in cluster.prefills if node is not first)
+    other.fault = InjectedFault(FaultKind.REFUSE)
+    await cluster.say(0, whose="d")
+    assert kept(cluster) == {}
+
+
+async def test_the_plan_knows_when_the_next_turn_is_expected() -> None:
+    """Nothing is known of how long blocks stay: that is looked at in the plan's input."""
+    cluster = KeepingCluster()
+    inputs = list[PlanInput]()
+    policy = cluster.context.plan_policy
+
+    class Seen(CacheAware):
+        def pair(self, candidates: Candidates, turn: int) -> Plan | None:
+            inputs.append(candidates.needs)
+            return CacheAware().pair(candidates, turn)
+
+    object.__setattr__(cluster.context, "plan_policy", dataclasses.replace(policy, routing=Seen()))
+    await cluster.say(0)
+    await cluster.say(1, after=4)
+    first, second = (each.next_turn for each in inputs)
+    assert first is None
+    assert second is not None
+    assert second.seconds == PAUSES * 4.0

@@ -209,3 +209,16 @@ def test_the_next_turn_finds_all_at_the_place_that_keeps_it() -> None:
         expected = book.next_turn(first, 100, at)
         assert expected is not None
         assert expected.kept_at == kept
+
+
+def test_what_could_not_be_told_is_told_later_unless_it_is_kept_there_again() -> None:
+    book = conversations()
+    first, second = turn(book, 1), turn(book, 2)
+    for each in (first, second):
+        book.keep(each, ONE, 1, 0.0)
+        book.let_go(each, 0.0)
+    ids = book.to_forget(ONE)
+    assert ids == [first.id, second.id]
+    book.forget_later(ONE, ids)
+    book.keep(second, ONE, 1, 0.0)
+    assert book.to_forget(ONE) == [first.id]

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import enum
 import gc
+import itertools
 import math
 import random
 from collections.abc import AsyncIterator
@@ -23,11 +24,15 @@ from pdproxy.nodes.node import Binding, Capacity
 from pdproxy.observe.labels import Known, Prediction, Task
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
+from pdproxy.orchestration.keeping import Keeping
 from pdproxy.orchestration.prefix_source import CombinedSource
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
+from pdproxy.planning.conversations import Conversations
 from pdproxy.planning.prefix_index import PrefixIndex
 from pdproxy.planning.renderings import Renderings
+from pdproxy.planning.shares import LimitsByKey
 from pdproxy.planning.text_index import TextIndex
+from pdproxy.settings.types import Keep
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.loopback import LoopbackNode
 from tests.orchestration.loopback_cluster import LoopbackCluster, until
@@ -41,6 +46,8 @@ TOKEN_IDS_SECONDS = 0.2
 TURN_SECONDS = 0.01
 REJOIN_SECONDS = 4.0
 """Between two nodes whose preflight is made again, about: what is known of them is forgotten."""
+MOST_CONVERSATIONS = 50
+"""That are remembered: fewer than there are."""
 ROOM = Capacity(1600, 4, 4, Binding.STATE)
 """Of each decode node: a few conversations have room, so that others wait for it."""
 HASHING = Hashing(SCHEME.algorithm, SCHEME.unit, SCHEME.block_size, SCHEME.root, states=True)
@@ -91,8 +98,15 @@ class CachedCluster(LoopbackCluster):
         source = CombinedSource(self._exact, texts)
         return OrchestrationContext(
             self.transport, self.pool, metrics, self.clock, config,
-            prefix_source=source, background=background,
+            prefix_source=source, keeping=self._keeping(source), background=background,
         )  # fmt: skip
+
+    def _keeping(self, source: CombinedSource) -> Keeping:
+        numbers = itertools.count()
+        self.conversations = Conversations(
+            Keep.AUTO, lambda: f"conversation-{next(numbers):08}", LimitsByKey(), 60.0, MOST_CONVERSATIONS
+        )
+        return Keeping(self.conversations, self.clock, self.metrics.keeps, source)
 
     async def close(self) -> None:
         """As of the base. Once nothing goes wrong any more, all that is known is right; and then nothing is left."""
@@ -106,6 +120,9 @@ class CachedCluster(LoopbackCluster):
         for node in self._caching:
             self.caches.leave(node.name)
         assert len(index) == 0
+        assert not any(each.running for each in self.conversations), "a turn has not ended"
+        assert len(self.conversations) <= MOST_CONVERSATIONS
+        assert self.registry.get_sample_value("pdproxy_keeps_total", {"outcome": "kept"}), "nothing was ever kept"
         assert self.registry.get_sample_value("pdproxy_prefix_index_blocks") == 0
         index.look_up((), 1, math.inf)
         assert not any(type(each).__name__ == "_Expectation" for each in gc.get_objects()), "what was expected stays"
@@ -149,7 +166,7 @@ class CachedCluster(LoopbackCluster):
     def _join(self, name: str) -> None:
         """Its preflight is made, anew or for the first time."""
         node = self.pool.view(name).node
-        self.pool.admit(dataclasses.replace(node, hashing=HASHING, prefix_match_unit=UNIT))
+        self.pool.admit(dataclasses.replace(node, hashing=HASHING, prefix_match_unit=UNIT, keeps=True))
 
     async def _publish(self) -> None:
         while True:

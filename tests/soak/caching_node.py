@@ -42,6 +42,7 @@ class CachingNode(FakeNode):
         self.blocks = EventCache(MOST_BLOCKS, self._tell)
         self.cache = self.blocks
         self.resumes = True
+        self.kept = {}
         lies = Lies(dice, lambda: list(self.blocks.hashes(dice.choice(rumours.prompts))), self.blocks.some_block)
         self.publisher = FaultyPublisher(dice, lies)
 
@@ -49,6 +50,7 @@ class CachingNode(FakeNode):
         """As of a process that takes its publisher with it."""
         super().die()
         self.blocks.clear()
+        self.kept = {}
         self.publisher.close()
 
     def respond(self, path: str, raw: bytes, headers: tuple[tuple[str, str], ...] = ()) -> Script:
