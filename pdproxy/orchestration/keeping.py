@@ -108,19 +108,20 @@ class PromptKeep:
         """The node that computes the prompt has answered; ``kept``: its field `calls.KEPT`, None where it has none."""
         place, self._place, self._cached, self._forgets = self._place, None, True, None
         self._conversations.cached(self._conversation, self._seconds, self._clock.now())
+        told = kept if isinstance(kept, dict) else {}
+        tokens = _count(told.get("tokens"))
+        self._metrics.add_tokens(hit=_count(told.get("hit")), kept=tokens)
         if place is None:
             return
-        if not isinstance(kept, dict):
+        if not told:
             self._metrics.told(KeepOutcome.UNTOLD)
             return
-        hit, tokens = _count(kept.get("hit")), _count(kept.get("tokens"))
-        self._metrics.add_tokens(hit=hit, kept=tokens)
         if tokens:
             self._conversation.tokens = tokens
             self._metrics.told(KeepOutcome.KEPT)
             return
         self._conversations.not_kept(self._conversation, place)
-        why = kept.get("why")
+        why = told.get("why")
         self._metrics.told(KeepOutcome(why) if isinstance(why, str) and why in set(KeepOutcome) else KeepOutcome.UNTOLD)
 
     def end(self) -> None:

@@ -110,8 +110,10 @@ async def test_a_clients_word_is_enough() -> None:
 async def test_explicitly_nothing_ends_what_was_kept() -> None:
     cluster = KeepingCluster()
     await cluster.say(0, keep=HALF_AN_HOUR)
+    (tokens,) = kept(cluster).values()
     await cluster.say(1, after=4, keep=KeepAsk(0.0, KeepReason.PROMPT_CACHE_OPTIONS))
     assert kept(cluster) == {}
+    assert cluster.count("pdproxy_keep_tokens_total", kind="hit") == tokens, "its last turn found it"
     await cluster.settle()
 
 
