@@ -79,7 +79,7 @@ class KeepEnd(StrEnum):
     NEED = "need"
     """A request needed a block, and all others were in use or kept."""
     SHARE = "share"
-    """Another keep needed its blocks of the share of the cache that is for keeps."""
+    """Overdue, and another keep needed its blocks of the share of the cache that is for keeps."""
 
 
 class NotKept(StrEnum):
@@ -87,7 +87,7 @@ class NotKept(StrEnum):
 
     NOTHING_CACHED = "nothing_cached"
     TOO_LARGE = "too_large"
-    """More than the share of the cache that is for keeps, or than what those leave of it whose next turn waits."""
+    """More than what is left of the share of the cache that is for keeps."""
     NOT_ASKED = "not_asked"
     """The order was for no time. Not counted."""
     OFF = "off"

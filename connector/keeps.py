@@ -10,6 +10,10 @@ waits for a keep, none is preempted for one, and a node that ends loses nothing 
 and only kept ones are free, keeps are given up first: those whose time is over, then the one whose age * blocks /
 tokens is the largest (the oldest; of equally old ones the one that saves the fewest tokens for each of its blocks).
 Then goes what waiting prompts keep, the last one's first.
+
+Keeps have a share of the cache. Where it is full, a turn is not kept, rather than that another keep ends for it: to
+end the oldest one would lose all of them, where more conversations come back in turn than the share has room for. The
+exception are keeps that are overdue: next turns come long before on this node, so that theirs probably never comes.
 """
 
 from __future__ import annotations
@@ -31,6 +35,12 @@ HIT, TOKENS, BLOCKS, WHY = "hit", "tokens", "blocks", "why"
 REPORT = "pdproxy_kept"
 """In the `kv_transfer_params` of a turn's answer: HIT tokens that the prompt resumed from an earlier keep of its
 conversation, TOKENS in so many BLOCKS that are kept for the next turn, and WHY none are."""
+
+
+OVERDUE = 4.0
+"""Times the mean pause after which a next turn came: a keep that is older makes room for another one in the share."""
+PAUSES = 8
+"""The mean pause is of about so many, the latest."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +83,7 @@ class Keeps:
         self._manager: KVCacheManager | None = None
         self._keeps: dict[str, _Keep] = {}
         self._kept: Numbers[int] = Numbers()
-        self._soonest = float("inf")
+        self._soonest = self._pause = float("inf")
         self._turns: dict[str, _Turn] = {}
         self._waiting: dict[str, _Turn] = {}
 
@@ -100,7 +110,7 @@ class Keeps:
         look_up = self._manager.get_computed_blocks_for_connector if reads else self._manager.get_computed_blocks
         found = look_up(request)
         keep = None if order is None else self._keeps.pop(order.conversation, None)
-        turn = self._turns[request.request_id] = _Turn(order, _hold(found[0]), int(found[1]), keep)
+        turn = self._turns[request.request_id] = _Turn(order, _hold(found[0], self._manager), int(found[1]), keep)
         if len(turn.hold) or keep is not None:
             self._waiting[request.request_id] = turn
             self._free.hold(turn.hold)
@@ -115,6 +125,7 @@ class Keeps:
             return
         self._end_wait(turn, WaitEnd.ADMITTED)
         if turn.keep is not None:
+            self._came_back(self._now() - turn.keep.since)
             turn.hit = min(turn.tokens, turn.keep.tokens)
             self._end(turn.keep, KeepEnd.HIT if turn.hit == turn.keep.tokens else KeepEnd.MISSED, hit=turn.hit)
 
@@ -153,7 +164,7 @@ class Keeps:
         if not self._share:
             return NotKept.OFF
         blocks, tokens, _ = self._manager.get_computed_blocks(request)
-        hold, now = _hold(blocks), self._now()
+        hold, now = _hold(blocks, self._manager), self._now()
         if not tokens or not len(hold):
             return self._refuse(NotKept.NOTHING_CACHED)
         self._end_if_kept(order.conversation, KeepEnd.REPLACED)
@@ -176,14 +187,23 @@ class Keeps:
         if len(hold) > self._room:
             return False
         while len(self._kept) + sum(block.block_id not in self._kept for block in hold.blocks) > self._room:
-            if not self._keeps:
+            overdue = self._overdue()
+            if not overdue:
                 return False
-            self._end_cheapest(KeepEnd.SHARE)
+            self._end_cheapest(overdue, KeepEnd.SHARE)
         return True
 
-    def _end_cheapest(self, why: KeepEnd) -> None:
+    def _overdue(self) -> list[str]:
+        now, longest = self._now(), OVERDUE * self._pause
+        return [each for each, keep in self._keeps.items() if now - keep.since > longest or now >= keep.until]
+
+    def _came_back(self, pause: float) -> None:
+        known = self._pause < float("inf")
+        self._pause = self._pause + (pause - self._pause) / PAUSES if known else pause
+
+    def _end_cheapest(self, among: Iterable[str], why: KeepEnd) -> None:
         now = self._now()
-        conversation = max(self._keeps, key=lambda each: self._keeps[each].cheapness(now))
+        conversation = max(among, key=lambda each: self._keeps[each].cheapness(now))
         self._end_if_kept(conversation, KeepEnd.EXPIRED if now >= self._keeps[conversation].until else why)
 
     def _end_if_kept(self, conversation: str, why: KeepEnd) -> None:
@@ -227,7 +247,7 @@ class Keeps:
     def _give_up(self) -> None:
         """A block is needed, and only held ones are free."""
         if self._keeps:
-            self._end_cheapest(KeepEnd.NEED)
+            self._end_cheapest(self._keeps, KeepEnd.NEED)
             return
         _, turn = self._waiting.popitem()
         self._end_wait(turn, WaitEnd.NEED)
@@ -235,5 +255,7 @@ class Keeps:
             self._end(turn.keep, KeepEnd.NEED)
 
 
-def _hold(found: KVCacheBlocks) -> Hold:
-    return Hold([block for group in found.blocks for block in group if not block.is_null])
+def _hold(found: KVCacheBlocks, manager: KVCacheManager) -> Hold:
+    """The blocks found, but for those of a group that has a pool of its own (HiSparse's in the host's memory)."""
+    every = (block for group in found.blocks for block in group)
+    return Hold([block for block in every if not block.is_null and block.pool is manager.block_pool])

@@ -55,15 +55,15 @@ class Stuck(AssertionError):
 
 
 @cache
-def prefill_node(kind: str, unit: int | None) -> Node:
+def prefill_node(kind: str) -> Node:
     """Gives out all tickets; nobody reads them."""
-    return make_node("kv_producer", GROUPS[kind], num_blocks=4000, unit=unit)
+    return make_node("kv_producer", GROUPS[kind], num_blocks=4000)
 
 
 @cache
-def ticket_for(kind: str, unit: int | None, length: int, number: int) -> Mapping[str, Any]:
-    """A ticket for one of the prompts; made once, for every such node here accepts it."""
-    return take_ticket(prefill_node(kind, unit), prompt(length, number), f"p-{length}-{number}")
+def ticket_for(kind: str, length: int, number: int) -> Mapping[str, Any]:
+    """A ticket for one of the prompts; made once, for every node here accepts it."""
+    return take_ticket(prefill_node(kind), prompt(length, number), f"p-{length}-{number}")
 
 
 @contextmanager
@@ -88,21 +88,18 @@ class Scenario:
     hanging: bool
     budget: int
     watermark: float
-    unit: int | None
     share: float
 
     @classmethod
     def drawn(cls, rng: Random) -> Scenario:
-        kind, tiers = rng.choice(("hybrid", "hybrid", "dense")), rng.choice((0, 0, 1, 2))
         return cls(
-            kind=kind,
+            kind=rng.choice(("hybrid", "hybrid", "dense")),
             blocks=rng.randint(10, 30),
-            tiers=tiers,
+            tiers=rng.choice((0, 0, 1, 2)),
             pace=rng.choice(sorted(PACES)),
             hanging=rng.random() < 0.5,
             budget=rng.choice((32, 64, 128, 4096)),
             watermark=rng.choice((0.0, 0.0, 0.1)),
-            unit=rng.choice((None, 4)) if kind == "hybrid" and not tiers else None,
             share=rng.choice((0.3, 0.7, 1.0)),
         )
 
@@ -131,7 +128,6 @@ def node_of(scenario: Scenario, folder: Path) -> Node:
             engine_id="engine-d",
             num_blocks=scenario.blocks,
             extra=share,
-            unit=scenario.unit,
             scheduling=scheduling,
         )
     tiers = [
@@ -239,7 +235,7 @@ class Crowd:
         self.peers[name] = rng.randrange(PEERS)
         params = None
         if rng.random() < 0.6:
-            ticket = ticket_for(self.scenario.kind, self.scenario.unit, length, number)
+            ticket = ticket_for(self.scenario.kind, length, number)
             params = {**ticket, "remote_engine_id": f"{ENGINE}{self.peers[name]}"}
         if rng.random() < 0.6:
             keep = {"id": f"conversation-{length:04}-{number}", "seconds": rng.choice((0, 0.001, 1000))}

@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 
+import httpx
 import pytest
 
 from deploy.local.model.quiz import Quiz, quiz
-from deploy.local.node import Node, NodeSpec, Role
-from deploy.local.stack import logs_of, start_nodes
+from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role
+from deploy.local.stack import Proxy, ProxySpec, logs_of, start_nodes, start_proxy
 from deploy.local.supervise import Supervisor
+from tests.e2e.conftest import REQUEST_TIMEOUT_S
 from tests.e2e.legs import TO_HAND_OVER, Completion, Params, complete
 from tests.e2e.metrics_reader import read, watch
 
@@ -149,3 +151,34 @@ def test_a_prefill_node_keeps_what_it_is_told_to(scene: Scene) -> None:
     told = [(each.next.ticket or {})["pdproxy_kept"]["hit"] for each in turns]
     assert sum(each > 0 for each in told) == kept[0]
     assert refused.grown() == 0
+
+
+@pytest.fixture(scope="module")
+def proxy(scene: Scene) -> Proxy:
+    """Before the decode node alone: each turn goes where the one before it went."""
+    return start_proxy(scene.supervisor, ProxySpec(), [scene.decode], print)
+
+
+def test_the_proxy_has_a_node_keep_what_clients_ask_for(scene: Scene, proxy: Proxy) -> None:
+    talks, node = scene.talks(), scene.decode
+    kept: list[float] = []
+
+    def ask(talk: Quiz, turn: int) -> Completion:
+        if turn == 2 and not kept:
+            kept.append(read(node.url, "pdproxy_connector_keeps"))
+        question = talk.at_turn(max(turn, 1))
+        body = {"model": SERVED_NAME, "prompt": question.prompt(), "max_tokens": 8, "temperature": 0}
+        if turn == 1:
+            body["prompt_cache_retention"] = "in_memory"
+        answer = httpx.post(f"{proxy.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+        got = answer.raise_for_status().json()
+        usage = got["usage"]
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Completion(got["choices"][0]["text"], None, usage["prompt_tokens"], cached, ())
+
+    hits = watch(node.url, "keeps_ended", reason="hit")
+    turns = pause(talks, scene.talks(), ask)
+    kept_ones_hit(node, turns, kept[0], least=4)
+    assert hits.grown() >= kept[0]
+    as_one_engine(scene, talks, turns)
+    assert read(proxy.admin_url, "pdproxy_keeps_total", outcome="kept") >= kept[0]

@@ -96,7 +96,7 @@ UNSEEN: Mapping[str, Mapping[str, str]] = {
     KEEPS: {
         "vllm.v1.core.block_pool:BlockPool": "free_block_queue",
         "vllm.v1.core.kv_cache_manager:KVCacheManager": "get_computed_blocks_for_connector",
-        "vllm.v1.core.kv_cache_utils:KVCacheBlock": "is_null ref_cnt",
+        "vllm.v1.core.kv_cache_utils:KVCacheBlock": "is_null pool ref_cnt",
     },
     RESUMED: {
         "vllm.v1.request:Request": "all_token_ids",
