@@ -348,7 +348,7 @@ class Simulation:
 
     def _slot(self, node: Node, chosen: Plan, prompt: HashedPrompt, output: int) -> Slot:
         """The leg's place in the proxy's pool, with what the plan says that it will compute there."""
-        computes = Role.PREFILL in node.roles or chosen.prefill is None
+        computes = node is chosen.computing
         expected = prompt.tokens if chosen.reason is None else chosen.computed
         held = Footprint(prompt.tokens + output, 1) if Role.DECODE in node.roles else NO_FOOTPRINT
         return self.pool.acquire(node.name, LegLoad(0, expected if computes else None, held))

@@ -17,7 +17,9 @@ stay there will wait.
 
 **What a prompt costs streams.** A second that a prompt is computed beside a stream is a second that the stream comes
 later. To a stream that is a part of all its seconds; to a prompt a second is a part of those that prompts take. So a
-stream's second weighs as much less than a prompt's as answers take longer than prompts, both as they were seen.
+stream's second weighs as much less than a prompt's as answers take longer than prompts, both as they were seen, but
+`STEADY` times as much. Prompts are kept off a place for the sake of all its streams: an answer that joins others costs
+less than one that would keep prompts off another place.
 """
 
 import enum
@@ -80,6 +82,9 @@ LEAST_SAMPLES = 0.05
 LEAST_PER_TOKEN, MOST_PER_TOKEN, LEAST_FIXED, MOST_FIXED, MOST_FACTOR = 1e-7, 0.1, 1e-4, 5.0, 50.0
 """Bounds of what is learned, in seconds; a place is so many times as slow or as quick as the line at most."""
 
+STEADY = 4.0
+"""The part that a stream comes later weighs so many times that of a prompt. With 1 and 2 more streams are late between
+tokens, with 8 prompts pile up at a load that turns (docs/decisions/planning-tried.md, "Nodes of both roles")."""
 MEMORY = 30.0
 """Seconds after which a busy second counts a third of what it did."""
 FIRST_SECONDS, FIRST_PROMPTS = 3.0, 20.0
@@ -275,7 +280,8 @@ class Load:
         much of its time as it did lately, in seconds of waiting for a first token."""
         if not self._answers:
             return 0.0
-        return min(1.0, place.busy * self.busy_weight) * self.stall_weight * self._answer_seconds / self._answers
+        seconds = min(1.0, place.busy * self.busy_weight) * self._answer_seconds / self._answers
+        return STEADY * self.stall_weight * seconds / (1 + place.legs - place.prompts)
 
     # -- what places did
 
@@ -365,7 +371,7 @@ class Load:
 
     def _weigh_stalls(self) -> None:
         """At most 1, where answers are shorter than prompts."""
-        seconds = self.usual * self._answers
+        seconds = STEADY * self.usual * self._answers
         self.stall_weight = seconds / max(seconds, self._answer_seconds) if seconds else 0.0
 
     def _rescale_busy(self, origin: float) -> None:

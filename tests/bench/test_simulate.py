@@ -210,3 +210,14 @@ def test_sticky_sessions_stay_where_they_began() -> None:
     second = [Request(1.0, number, number, (Segment(number, 2000), Segment(9, 200)), 1) for number in range(4)]
     outcome = Simulation(Routing.SESSION, fleet, policy=Sticky()).run(Trace("t", (*first, *second)))
     assert {outcome.computed[f"prefill-{index}"] for index in range(2)} == {2 * (2000 + 2200 - 1792)}
+
+
+def test_a_prompt_that_is_handed_over_waits_on_no_decode_node() -> None:
+    """It is queued where it is computed, and nowhere while its answer runs."""
+    simulation, trace = Simulation(Routing.LEAST_LOADED, dataclasses.replace(CHUNKED, boths=2)), asked((0.0, 1000, 40))
+    seen = set[tuple[int, ...]]()
+    for wait in simulation._request(trace, 0):
+        views = simulation.pool.snapshot().nodes
+        seen.add((sum(view.active for view in views), sum(view.lightest.prompts for view in views)))
+        simulation.clock.advance(wait)
+    assert seen == {(2, 1), (1, 0)}

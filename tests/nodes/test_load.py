@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.nodes.load import LEAST_PER_TOKEN, MEMORY, MOST_PER_TOKEN, START, Load, PlaceLoad, Work
+from pdproxy.nodes.load import LEAST_PER_TOKEN, MEMORY, MOST_PER_TOKEN, START, STEADY, Load, PlaceLoad, Work
 
 
 def learned(fixed: float, per_token: float, sizes: list[int], place: PlaceLoad | None = None) -> Load:
@@ -246,10 +246,12 @@ def test_a_second_weighs_less_for_streams_as_answers_take_longer_than_prompts() 
     worked(book, {place: 0.5}, 300)
     assert book.stall_weight == 0.0, "no answer was seen yet"
     for _ in range(300):
-        book.streamed(1, 100, 5.0)
-    assert book.stall_weight == pytest.approx(book.usual / 5.0)
-    assert book.answer_stalls(place) == pytest.approx(share(book, place) * book.usual)
-    for _ in range(300):
+        book.streamed(1, 100, 50.0)
+    assert book.stall_weight == pytest.approx(STEADY * book.usual / 50.0)
+    assert book.answer_stalls(place) == pytest.approx(STEADY * share(book, place) * STEADY * book.usual)
+    alone, place.legs = book.answer_stalls(place), 3
+    assert book.answer_stalls(place) == pytest.approx(alone / 4), "three streams keep prompts off already"
+    for _ in range(1000):
         book.streamed(1, 2, 0.01)
     assert book.stall_weight == 1.0, "and never more than a first token's second"
 
