@@ -306,7 +306,9 @@ class ApiApp:
         except Exception:
             _LOG.exception("unexpected failure", extra={"request_id": exchange.request_id})
             text = f"The proxy failed on this request; its log says more under {exchange.request_id}."
-            await exchange.refuse(ClientError(500, text, kind="server_error", code=BUG))
+            # The server closes the connection after what is raised: untold, a client would lose its next request.
+            closes = (("connection", "close"),)
+            await exchange.refuse(ClientError(500, text, kind="server_error", code=BUG, headers=closes))
             raise
 
     def _answer(self, exchange: HttpExchange, scope: Scope) -> Awaitable[None]:

@@ -19,6 +19,9 @@ OUTPUT_LOGPROBS = "message.output_text.logprobs"
 """In a response's ``include``: log-probabilities of the output."""
 COMPLETIONS_DEFAULT_TOKENS = 16
 """The tokens that vLLM's completions endpoint allows where ``max_tokens`` is missing or null."""
+MOST_CHOICES = 2**31 - 1
+"""Answers to reckon with: nodes refuse more than 16,384 (vLLM's ``VLLM_MAX_N_SEQUENCES``), and tokens times more
+than these may be no float."""
 _LOOKED_AT = frozenset(
     {
         "logprobs", "truncation", "include",
@@ -54,7 +57,7 @@ def shape(
     asked["prompt"], asked["tools"] = body.get("prompt"), body.get("tools")  # looked into, not decoded
     most = _max_tokens(asked)
     return Shape(
-        choices=asked.get("n") or 1,
+        choices=min(asked.get("n") or 1, MOST_CHOICES),
         stream=bool(asked.get("stream")),
         local=_local(endpoint, asked, most),
         not_resumable=_not_resumable(endpoint, asked),
