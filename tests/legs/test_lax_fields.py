@@ -69,6 +69,12 @@ def test_a_field_that_an_endpoint_does_not_have_is_not_read() -> None:
     assert shape(Endpoint.MESSAGES, {**body, "n": 5}).choices == 1
 
 
+@pytest.mark.parametrize("endpoint", [Endpoint.COMPLETIONS, Endpoint.CHAT])
+def test_so_many_answers_that_their_tokens_are_no_float_can_be_reckoned_with(endpoint: Endpoint) -> None:
+    body = {"model": "m", "prompt": "one", "messages": [{"role": "user", "content": "one"}], "n": 10**400}
+    assert float(1_000_000 * shape(endpoint, body).choices) > 0
+
+
 LONG = b" " * (SMALL + 1)
 REFUSED = [b"[%b1]" % (b"1," * SMALL), b'"x%b"' % LONG, b"1" * 5000, b"{%b}" % LONG]
 
