@@ -59,6 +59,7 @@ STREAMED: Mapping[Case, tuple[int, int]] = {
     (CHAT, "seed", "7.0"): BOTH,
     (COMPLETIONS, "model", ""): BOTH,
 }
+HUGE = "1" + "0" * 400
 REFUSED_BY_A_NODE: tuple[Case, ...] = (
     (COMPLETIONS, "max_tokens", "1.5"),
     (COMPLETIONS, "max_tokens", '"many"'),
@@ -162,6 +163,17 @@ async def test_what_a_node_refuses_is_refused_in_its_own_words_and_it_is_not_bla
         page = (await proxy.operator.get("/metrics")).text
     assert [(node["state"], node["reason"]) for node in nodes] == [("up", "")] * 2
     assert "pdproxy_leg_faults_total{" not in page
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_number_of_400_digits_is_for_a_node_to_refuse(stream: bool) -> None:
+    """What the proxy works out with it, such as room for so many answers, is no error of its own."""
+    async with running_proxy(Settings()) as proxy:
+        for case in ((COMPLETIONS, "n", HUGE), (CHAT, "n", HUGE), (CHAT, "presence_penalty", HUGE)):
+            answer = await asked(proxy, case, stream=stream)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (400, REFUSED), (case, answer.text)
+        nodes = (await proxy.operator.get("/nodes")).json()["nodes"]
+    assert [(node["state"], node["reason"]) for node in nodes] == [("up", "")] * 2
 
 
 async def test_what_only_nodes_may_set_is_taken_out_of_what_a_node_is_to_refuse() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.rare_lines import MOST_LINES, WINDOW_SECONDS, LineBudget
+from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.settings.model import Keys, Limits, Settings
 from tests.app.running_proxy import bearer, running_proxy
 from tests.fakes.clock import FakeClock
@@ -76,3 +77,20 @@ def test_lines_beyond_a_bound_are_counted() -> None:
     assert taken == [0] * MOST_LINES + [None] * 7
     clock.advance(WINDOW_SECONDS)
     assert [budget.next_line(), budget.next_line()] == [7, 0]
+
+
+async def test_a_request_that_the_proxy_itself_fails_on_tells_that_its_connection_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server closes it after an exception: a client that is not told loses its next request."""
+
+    async def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with running_proxy(Settings()) as proxy:
+        with monkeypatch.context() as patch:
+            patch.setattr(Orchestrator, "answer", fail)
+            failed = await proxy.client.post(COMPLETIONS, **ASK)
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
+        assert failed.headers["connection"] == "close"
+        assert (await proxy.client.post(COMPLETIONS, **ASK)).status_code == 200

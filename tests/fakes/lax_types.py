@@ -1,12 +1,14 @@
 """How vLLM's request models read bodies: by pydantic, lax. Written down once more, apart from the proxy's own."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 MODEL = "m"
 """The model of a request that names none."""
+_Choices = Annotated[int, Field(le=16384)]
+"""vLLM's ``VLLM_MAX_N_SEQUENCES``."""
 
 
 class _Options(BaseModel):
@@ -33,12 +35,12 @@ class _Sampled(_Common):
 
 
 class _Completion(_Sampled):
-    n: int = 1
+    n: _Choices = 1
     echo: bool | None = False
 
 
 class _Chat(_Sampled):
-    n: int | None = 1
+    n: _Choices | None = 1
     echo: bool = False
     max_completion_tokens: int | None = None
 

@@ -15,6 +15,7 @@ from tests.fakes.prompt_cache import PromptCache
 from tests.fakes.vllm_answers import ParsedRequest, answer, error, events
 
 REFUSED = "Bad Request"
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
 """The type of vLLM's error for a field that it cannot read."""
 UNREADABLE = 10**6
 FORM = b"--"
@@ -152,16 +153,19 @@ class FakeNode:
             return Script(200, JSON, (json.dumps({"count": len(ids), "tokens": ids}).encode(),))
         if path == "/metrics":
             return Script(200, JSON, ((METRICS % str(self.can_resume).lower()).encode(),))
-        if path.startswith(STREAMS_PATH):
-            return self._journaled(path.removeprefix(STREAMS_PATH), body)
         if path in self.forwarded:
             return self.forwarded[path]
-        if path not in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"):
+        if path.removeprefix(STREAMS_PATH) not in GENERATING:
             return _in_one_piece(200, (), json.dumps({"path": path, "node": self.name}).encode())
         try:
-            body = lax(path, body)
+            return self._generating(path, body)
         except RefusedField as refused_field:
             return _in_one_piece(400, (), error(400, str(refused_field), REFUSED))
+
+    def _generating(self, path: str, body: Mapping[str, Any]) -> Script:
+        if path.startswith(STREAMS_PATH):
+            return self._journaled(path.removeprefix(STREAMS_PATH), body)
+        body = lax(path, body)
         refused = _invalid(body)
         if refused is not None:
             return Script(400, JSON, (error(400, refused),))
