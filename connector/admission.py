@@ -2,16 +2,21 @@
 
 vLLM's scheduler asks a connector about the request at the head of its queue, then allocates the request's blocks. If
 they do not fit, it ends the step's admissions: every request behind the head waits. That is fair as long as the blocks
-come back by themselves, when requests that run have ended. In two cases they do not (vLLM 0.32 and 0.33):
+come back by themselves, when requests that run have ended. In three cases they do not (vLLM 0.32 and 0.33):
 
 - A read or load that was given up still holds its blocks (`decode_reads.Quarantine`), while its peer is frozen.
 - A failed load leaves its reservation behind: the request stays in `Scheduler._inflight_prefills` until it computes or
   ends. Every asynchronous load that is offered meanwhile must leave that many blocks free, beside its own, and a second
   load of the same request must leave its own reservation free.
+- With `--prefix-match-unit`, a local hit can end inside a block. vLLM copies that block, of attention and of state, and
+  needs both. A prompt nearly as large as the cache fits without the hit and not with it, and nothing evicts the hit, as
+  nothing else is admitted. vLLM waits so without a connector, too.
 
 `Admission` changes a connector's answer to `get_num_new_matched_tokens` in these cases:
 
     the request cannot fit before a quarantine ends         None: vLLM skips it in this step, and asks the next one
+    vLLM refused it while no request held blocks,
+    and it has a local hit that ends inside a block         None, once: such hits leave the prefix cache
     its load has failed, and it may not fit now             None, once: vLLM puts it behind requests that hold blocks
     its load was offered and not admitted,
     and a request whose load failed waits (this one, too)   0: the prompt is computed, which no reservation hinders
@@ -35,6 +40,10 @@ _ASIDE = (
     "Request %s waits, and others pass it: it needs at least %d blocks; transfers that were given up, and whose "
     "prefill node or tier does not answer, hold %d, and leave %d."
 )
+_NO_PARTIAL_HIT = (
+    "Request %s: computing its prompt from the last whole block of its local hit on. The hit ended inside a block, and "
+    "the cache has no room for that block and its copy."
+)
 _NO_LOAD = "Request %s: computing its prompt; there is no room to load it beside what vLLM reserves for failed loads."
 
 Answer = tuple[int | None, bool]
@@ -49,6 +58,12 @@ class FreeBlocks(Protocol):
     def get_num_free_blocks(self) -> int: ...
 
 
+class PartialHits(Protocol):
+    """The part of `resume_boundary.LocalHits` that lets no hit end inside a block."""
+
+    def forget_partial_hits(self, request: Request) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Room:
     """Blocks: `free` now, `held` by quarantines, `reachable`: free once nothing else holds any."""
@@ -58,22 +73,24 @@ class _Room:
     reachable: int
 
     @property
-    def is_empty(self) -> bool:
+    def is_unused(self) -> bool:
         """Whether nothing but quarantines holds blocks, so that no request can end and make more room."""
-        return self.held > 0 and self.free == self.reachable
+        return self.free == self.reachable
 
 
 class Admission:
     """The admission of one engine. `sizes`: blocks that a sequence takes. `quarantined`: blocks in quarantine now."""
 
-    def __init__(self, sizes: SequenceBlocks, quarantined: Callable[[], int]) -> None:
+    def __init__(self, sizes: SequenceBlocks, quarantined: Callable[[], int], local_hits: PartialHits) -> None:
         self._sizes = sizes
         self._quarantined = quarantined
+        self._local_hits = local_hits
         self._pool: FreeBlocks | None = None
         self._offered: set[str] = set()
         self._loading: set[str] = set()
         self._failed: set[str] = set()
         self._refused: dict[str, tuple[int, int]] = {}
+        """Blocks in quarantine, and admissions so far, when vLLM refused the request."""
         self._aside: set[str] = set()
         self._admitted = 0
 
@@ -93,7 +110,7 @@ class Admission:
         free, held = self._pool.get_num_free_blocks(), self._quarantined()
         room = _Room(free, held, self._pool.num_gpu_blocks - 1 - held)
         has_just_failed = self._has_just_failed(request.request_id)
-        if self._waits_for_quarantine(request, room):
+        if self._forgets_partial_hits(request, room) or self._waits_for_quarantine(request, room):
             return None, False
         if has_just_failed and self._sizes.most(request.num_tokens) > free:
             return None, False
@@ -122,35 +139,46 @@ class Admission:
         self._failed.add(request_id)
         return True
 
+    def _was_refused(self, request_id: str, room: _Room) -> bool:
+        """Whether vLLM has refused the request while nothing but quarantines held blocks, and nothing has changed: the
+        quarantine is the same, and nothing was admitted since, which may change the prefix cache."""
+        return self._refused.get(request_id) == (room.held, self._admitted)
+
+    def _forgets_partial_hits(self, request: Request, room: _Room) -> bool:
+        """Whether hits that end inside a block were in the way, and have left the prefix cache."""
+        if not self._was_refused(request.request_id, room) or not self._local_hits.forget_partial_hits(request):
+            return False
+        del self._refused[request.request_id]
+        log.warning(_NO_PARTIAL_HIT, request.request_id)
+        return True
+
     def _waits_for_quarantine(self, request: Request, room: _Room) -> bool:
         """Whether the request does not fit even while nothing but quarantines holds blocks.
 
-        `SequenceBlocks.least` may be a little less than what vLLM asks for: a local hit can cost blocks of its own. So
-        vLLM's own refusal at such a time counts, too, as long as the quarantine is the same and nothing was admitted
-        since, which may change the prefix cache. A request that was preempted needs its next block as well: without
-        it, it would be preempted again before its next token.
+        `SequenceBlocks.least` may be a little less than what vLLM asks for, so vLLM's own refusal at such a time
+        counts, too. A request that was preempted needs its next block as well: without it, it would be preempted again
+        before its next token.
         """
         if not room.held:
-            self._refused.clear()
             self._aside.clear()
             return False
         request_id = request.request_id
         needed = (self._sizes.most if request.num_preemptions else self._sizes.least)(request.num_tokens)
-        if needed > room.reachable or self._refused.get(request_id) == (room.held, self._admitted):
-            if request_id not in self._aside:
-                log.warning(_ASIDE, request_id, needed, room.held, room.reachable)
-            self._aside.add(request_id)
-            return True
-        self._refused.pop(request_id, None)
-        return False
+        if needed <= room.reachable and not self._was_refused(request_id, room):
+            return False
+        if request_id not in self._aside:
+            log.warning(_ASIDE, request_id, needed, room.held, room.reachable)
+        self._aside.add(request_id)
+        return True
 
     def _offer(self, request_id: str, tokens: int, *, between_steps: bool, room: _Room) -> Answer:
         loads = tokens > 0 and between_steps
-        hindered = request_id in self._offered and (bool(self._failed) or room.is_empty)
+        no_room = room.held > 0 and room.is_unused
+        hindered = request_id in self._offered and (bool(self._failed) or no_room)
         if loads and not hindered:
             self._offered.add(request_id)
             return tokens, True
-        if room.is_empty:
+        if room.is_unused:
             self._refused[request_id] = (room.held, self._admitted)
         if loads:
             log.warning(_NO_LOAD, request_id)

@@ -15,7 +15,7 @@ Nodes without a unit, or whose vLLM does not match at it, hand over all but the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -117,17 +117,21 @@ class PrefixCache(Protocol):
 
 
 class LocalHits:
-    """The decode node's own prefix cache, where it holds the attention of all that a ticket brings, but no state.
+    """A node's own prefix cache, where a hit in it is in the way. Whoever uses a block that is forgotten keeps it.
 
-    vLLM then has nothing to read: a local hit as long as the ticket wins, and for want of a state it falls back to the
-    boundary that all groups share, often token 0. So the hit is made shorter by its last attention block, which leaves
-    the prefix cache (whoever uses it keeps it); the read brings it again, and the state with it.
+    A decode node may hold the attention of all that a ticket brings, but no state. vLLM then has nothing to read: a
+    local hit as long as the ticket wins, and for want of a state it falls back to the boundary that all groups share,
+    often token 0. So the hit is made shorter by its last attention block; the read brings it again, and the state.
+
+    A hit that ends inside a block costs more blocks than none: vLLM copies the block before it writes to it, and needs
+    both. A prompt nearly as large as the cache does not fit with such a hit (`admission`).
     """
 
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._attention = [at for at, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
         self._states = [at for at, spec in enumerate(specs) if isinstance(spec, MambaSpec)]
+        self._block_sizes = [int(spec.block_size) for spec in specs]
         self._block_size = max((spec.block_size for spec in specs if isinstance(spec, FullAttentionSpec)), default=0)
         self._pool: PrefixCache | None = None
 
@@ -151,3 +155,21 @@ class LocalHits:
             pool.evict_blocks({block.block_id for block in cached})
             forgotten = True
         return forgotten
+
+    def forget_partial_hits(self, request: Request) -> bool:
+        """Let no hit of this request end inside a block. Whether the cache was changed."""
+        pool = self._pool
+        if pool is None:
+            return False
+        forgotten: set[int] = set()
+        for tokens, block_hash in enumerate_ends(request.block_hashes, pool.hash_block_size):
+            for group in (*self._attention, *self._states):
+                if tokens % self._block_sizes[group] and (cached := pool.get_cached_block(block_hash, [group])):
+                    forgotten |= {block.block_id for block in cached}
+        pool.evict_blocks(forgotten)
+        return bool(forgotten)
+
+
+def enumerate_ends(block_hashes: Sequence[Any], unit: int) -> Iterator[tuple[int, Any]]:
+    """Each hash of a request, with the number of tokens up to its end."""
+    return ((at * unit, block_hash) for at, block_hash in enumerate(block_hashes, 1))

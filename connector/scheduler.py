@@ -87,7 +87,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         )
         self.quarantine = Quarantine()
         self._sizes = sequence_blocks(vllm_config, kv_cache_config)
-        self.admission = Admission(self._sizes, lambda: self.quarantine.blocks)
+        self.admission = Admission(self._sizes, lambda: self.quarantine.blocks, self.local_hits)
         self.keeps = Keeps(config.keep_share, self.counters, time.monotonic)
         self._shared = SharedCache(kv_cache_config.num_blocks, decodes=config.role.decodes)
         self._reads = ReadTracker(self.counters, self.quarantine, self._ranks, lambda: secrets.token_hex(8))

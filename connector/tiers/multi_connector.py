@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from ..admission import Admission, Unchanged
 from ..decode_reads import Quarantine
 from ..kv_groups import sequence_blocks
+from ..resume_boundary import LocalHits
 from ..scheduler import ConnectorScheduler
 from ..vllm_version import require_tested
 from .children import MultiSettings, make_children
@@ -84,11 +85,12 @@ class WeightedMultiConnector(MultiConnector):
         )
         self._quarantine = Quarantine()
         sizes = sequence_blocks(vllm_config, kv_cache_config)
-        self._admission = Admission(sizes, self._quarantined_blocks)
+        self._local_hits = LocalHits(kv_cache_config)
+        self._admission = Admission(sizes, self._quarantined_blocks, self._local_hits)
         sides = (getattr(connector, "connector_scheduler", None) for connector in self.sub_connectors)
         self._sides = [side for side in sides if isinstance(side, ConnectorScheduler)]
         for side in self._sides:
-            side.admission = Unchanged(sizes, self._quarantined_blocks)
+            side.admission = Unchanged(sizes, self._quarantined_blocks, self._local_hits)
         self._deadlines = LoadDeadlines(settings.load_deadline, self._quarantine)
         self._rank_loads = RankLoads()
         self._unloaded_blocks: set[int] = set()
@@ -126,6 +128,7 @@ class WeightedMultiConnector(MultiConnector):
         self._manager = kv_cache_manager
         self._quarantine.bind(kv_cache_manager.block_pool)
         self._admission.bind(kv_cache_manager.block_pool)
+        self._local_hits.bind(kv_cache_manager.block_pool)
 
     def _quarantined_blocks(self) -> int:
         return self._quarantine.blocks + sum(side.quarantine.blocks for side in self._sides)

@@ -55,15 +55,15 @@ class Stuck(AssertionError):
 
 
 @cache
-def prefill_node(kind: str) -> Node:
+def prefill_node(kind: str, unit: int | None) -> Node:
     """Gives out all tickets; nobody reads them."""
-    return make_node("kv_producer", GROUPS[kind], num_blocks=4000)
+    return make_node("kv_producer", GROUPS[kind], num_blocks=4000, unit=unit)
 
 
 @cache
-def ticket_for(kind: str, length: int, number: int) -> Mapping[str, Any]:
-    """A ticket for one of the prompts; made once, for every node here accepts it."""
-    return take_ticket(prefill_node(kind), prompt(length, number), f"p-{length}-{number}")
+def ticket_for(kind: str, unit: int | None, length: int, number: int) -> Mapping[str, Any]:
+    """A ticket for one of the prompts; made once, for every node of the kind accepts it."""
+    return take_ticket(prefill_node(kind, unit), prompt(length, number), f"p-{length}-{number}")
 
 
 @contextmanager
@@ -89,11 +89,15 @@ class Scenario:
     budget: int
     watermark: float
     share: float
+    unit: int | None
+    """Of `--prefix-match-unit`: a hybrid's hits may then end inside a block."""
 
     @classmethod
     def drawn(cls, rng: Random) -> Scenario:
+        kind = rng.choice(("hybrid", "hybrid", "dense"))
         return cls(
-            kind=rng.choice(("hybrid", "hybrid", "dense")),
+            kind=kind,
+            unit=rng.choice((None, 4, 8)) if kind == "hybrid" else None,
             blocks=rng.randint(10, 30),
             tiers=rng.choice((0, 0, 1, 2)),
             pace=rng.choice(sorted(PACES)),
@@ -127,6 +131,7 @@ def node_of(scenario: Scenario, folder: Path) -> Node:
             groups,
             engine_id="engine-d",
             num_blocks=scenario.blocks,
+            unit=scenario.unit,
             extra=share,
             scheduling=scheduling,
         )
@@ -139,6 +144,7 @@ def node_of(scenario: Scenario, folder: Path) -> Node:
         [pull(**share), *tiers],
         groups,
         num_blocks=scenario.blocks,
+        unit=scenario.unit,
         scheduling=scheduling,
         pdproxy_load_deadline=deadline,
     )
@@ -235,7 +241,7 @@ class Crowd:
         self.peers[name] = rng.randrange(PEERS)
         params = None
         if rng.random() < 0.6:
-            ticket = ticket_for(self.scenario.kind, length, number)
+            ticket = ticket_for(self.scenario.kind, self.scenario.unit, length, number)
             params = {**ticket, "remote_engine_id": f"{ENGINE}{self.peers[name]}"}
         if rng.random() < 0.6:
             keep = {"id": f"conversation-{length:04}-{number}", "seconds": rng.choice((0, 0.001, 1000))}

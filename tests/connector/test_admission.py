@@ -1,7 +1,7 @@
 """What a connector answers vLLM's scheduler where an honest answer would hold other requests up."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -39,12 +39,20 @@ class Pool:
 
 @dataclass
 class Cache:
+    """`partial_hits`: ids of requests whose local hit ends inside a block."""
+
     pool: Pool
     held: int = 0
+    partial_hits: set[str] = field(default_factory=set)
 
     def quarantine(self, blocks: int) -> None:
         """So many blocks lie under transfers that hang; nothing else is in use."""
         self.held, self.pool.free = blocks, 20 - blocks
+
+    def forget_partial_hits(self, request: Any) -> bool:
+        had_one = request.request_id in self.partial_hits
+        self.partial_hits.discard(request.request_id)
+        return had_one
 
 
 @pytest.fixture
@@ -54,7 +62,7 @@ def cache() -> Cache:
 
 @pytest.fixture
 def admission(cache: Cache) -> Admission:
-    made = Admission(SIZES, lambda: cache.held)
+    made = Admission(SIZES, lambda: cache.held, cache)
     made.bind(cache.pool)
     return made
 
@@ -111,6 +119,36 @@ def test_a_preempted_request_needs_its_next_block(admission: Admission, cache: C
     assert asked(admission, Request("a", 160, num_preemptions=1), COMPUTE) == COMPUTE
 
 
+def test_a_hit_inside_a_block_goes_where_vllm_refuses_the_request_in_an_unused_cache(
+    admission: Admission, cache: Cache
+) -> None:
+    cache.partial_hits = {"a", "b"}
+    assert [asked(admission, A, COMPUTE) for _ in range(3)] == [COMPUTE, ASIDE, COMPUTE]
+    assert cache.partial_hits == {"b"}
+
+
+@pytest.mark.parametrize("change", ["a request holds blocks", "one was admitted"])
+def test_a_hit_inside_a_block_stays_while_something_else_may_make_room(
+    admission: Admission, cache: Cache, change: str
+) -> None:
+    cache.partial_hits = {"a"}
+    for _ in range(3):
+        if change == "one was admitted":
+            admission.on_admitted("b", 0)
+        else:
+            cache.pool.free = 11
+        assert asked(admission, A, COMPUTE) == COMPUTE
+    assert cache.partial_hits == {"a"}
+
+
+def test_a_hit_inside_a_block_goes_before_a_request_steps_aside(admission: Admission, cache: Cache) -> None:
+    cache.partial_hits = {"a"}
+    cache.quarantine(9)
+    assert [asked(admission, A, COMPUTE) for _ in range(2)] == [COMPUTE, ASIDE]
+    assert not cache.partial_hits
+    assert [asked(admission, A, COMPUTE) for _ in range(2)] == [COMPUTE, ASIDE]
+
+
 def fail_to_load(admission: Admission, request: Request) -> None:
     """Up to the moment in which vLLM asks about it again."""
     assert asked(admission, request, LOAD) == LOAD
@@ -159,7 +197,7 @@ def test_a_request_that_has_ended_is_forgotten(admission: Admission) -> None:
 
 
 def test_one_of_several_connectors_leaves_it_to_the_one_that_chooses(cache: Cache) -> None:
-    child = Unchanged(SIZES, lambda: cache.held)
+    child = Unchanged(SIZES, lambda: cache.held, cache)
     child.bind(cache.pool)
     cache.quarantine(19)
     assert asked(child, A, LOAD) == LOAD
@@ -229,3 +267,18 @@ def test_a_request_passes_one_whose_blocks_are_in_quarantine(prefill: Node, smal
     small.step(report)
     assert len(small.run_out("long")) == 4
     assert small.free_blocks == free
+
+
+@pytest.mark.parametrize("tokens", [256, 261, 264, 272])
+def test_a_prompt_as_large_as_the_cache_is_not_held_up_by_its_own_hit(tokens: int) -> None:
+    """17 blocks of attention and 2 states fill the cache; stock vLLM waits for ever for the copies of the blocks inside
+    which the hit ends, and everybody behind waits, too."""
+    node = make_node("kv_consumer", num_blocks=20, unit=4)
+    large = prompt(tokens)
+    node.add("first", large, max_tokens=1)
+    node.run_out("first")
+    node.add("again", large, max_tokens=1)
+    node.add("behind", SHORT)
+    said = Counter(output.request_id for _ in range(20) for output in node.step())
+    assert said == {"again": 1, "behind": 4}
+    assert node.free_blocks == 19

@@ -170,16 +170,19 @@ def make_several(
     groups: Sequence[KVCacheSpec] = HYBRID,
     *,
     num_blocks: int = 400,
+    unit: int | None = None,
     scheduling: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> Several:
-    """A decode node's scheduler with these children. `scheduling`: fields of vLLM's `SchedulerConfig`."""
+    """A decode node's scheduler with these children. `unit`: of `--prefix-match-unit`; `scheduling`: fields of vLLM's
+    `SchedulerConfig`."""
     config = multi_config(children, groups, num_blocks=num_blocks, **extra)
     vars(config.scheduler_config).update(scheduling or {})
+    config.cache_config.prefix_match_unit = unit
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
     scheduler = make_scheduler(config, cache_of(groups, num_blocks))
-    return Several(scheduler, get_request_block_hasher(BLOCK, hash_fn))
+    return Several(scheduler, get_request_block_hasher(scheduler.hash_block_size, hash_fn))
 
 
 def shelve(folder: Path, tokens: Sequence[int], blocks: int) -> Path:
