@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -52,6 +52,15 @@ def forget_foreign_loggers() -> None:
     for name in [name for name in listed if name.partition(".")[0] in FOREIGN_LOGGERS or name.startswith("vllm.")]:
         if not name.startswith(OUR_LOGGERS):
             del listed[name]
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Garbage is not collected: what is alive is what something refers to, or a cycle."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 # Warnings that the engine's own imports raise are not ours to mend; everything else stays an error.

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -23,14 +23,6 @@ async def server() -> AsyncIterator[RunningProxy]:
     async with running_proxy(Settings()) as running:
         running.decode.fault = InjectedFault(FaultKind.STALL, at=2)
         yield running
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 async def hang_up(server: RunningProxy, times: int) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -14,34 +14,15 @@ from pdproxy.request import ClientRequest, SubRequest
 from pdproxy.settings.model import Health, Limits, Settings
 from pdproxy.settings.types import FirstHandOver
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
-from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.faults import QUICK_FAULTS, FaultKind, InjectedFault
 
 SETTINGS = Settings(
     limits=Limits(body_bytes=200_000, held_bytes=400_000),
     health=Health(first_hand_over=FirstHandOver.WARM_UP),
 )
-FAULTS = {
-    "none": InjectedFault(FaultKind.RESET, times=0),
-    "reset": InjectedFault(FaultKind.RESET),
-    "reset-in-body": InjectedFault(FaultKind.RESET, at=2),
-    "400": InjectedFault(FaultKind.STATUS, status=400),
-    "429": InjectedFault(FaultKind.STATUS, status=429),
-    "500": InjectedFault(FaultKind.STATUS, status=500),
-    "garbage": InjectedFault(FaultKind.GARBAGE, at=2),
-    "short": InjectedFault(FaultKind.SHORT, at=2),
-    "aborted": InjectedFault(FaultKind.ABORT, at=2),
-    "error-event": InjectedFault(FaultKind.ERROR_EVENT, at=2),
-    "no-ticket": InjectedFault(FaultKind.NO_TICKET),
-}
+FAULTS = {"none": InjectedFault(FaultKind.RESET, times=0), **QUICK_FAULTS}
 ON_SHARED_LOOP = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(autouse=True)
-def _no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -4,12 +4,11 @@ import re
 import ssl
 import subprocess
 import sys
-import threading
 import tomllib
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from pdproxy.settings.load import load
 from tests.deploy.building import build, installed_bytes
 from tests.deploy.dockerfile import FOLDER, IMAGES, Stage, stages
 from tests.fakes.certificates import identity
+from tests.fakes.http_server import HOST, QuietHandler, running
 
 NIXL = "1.5.1"
 PROXY = FOLDER / "proxy.Dockerfile"
@@ -162,24 +162,14 @@ def test_the_gpu_nodes_health_check_asks_as_the_node_speaks(tls: bool, tmp_path:
 def serving(status: int, certificate: Path | None) -> Iterator[int]:
     """The port of a server that answers with this status; with a folder for its certificate, by HTTPS."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
-            self.send_response(status if self.path == "/health" else 404)
-            self.end_headers()
+            self.answer(status if self.path == "/health" else 404)
 
-        def log_message(self, *args: object) -> None:
-            """Nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((HOST, 0), Handler)
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*identity("node", "elsewhere").write(certificate))
         server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with running(server) as port:
+        yield port

@@ -52,6 +52,20 @@ class InjectedFault:
     byte: int = -1
 
 
+QUICK_FAULTS = {
+    "reset": InjectedFault(FaultKind.RESET),
+    "reset-in-body": InjectedFault(FaultKind.RESET, at=2),
+    "400": InjectedFault(FaultKind.STATUS, status=400),
+    "429": InjectedFault(FaultKind.STATUS, status=429),
+    "500": InjectedFault(FaultKind.STATUS, status=500),
+    "garbage": InjectedFault(FaultKind.GARBAGE, at=2),
+    "short": InjectedFault(FaultKind.SHORT, at=2),
+    "aborted": InjectedFault(FaultKind.ABORT, at=2),
+    "error-event": InjectedFault(FaultKind.ERROR_EVENT, at=2),
+    "no-ticket": InjectedFault(FaultKind.NO_TICKET),
+}
+"""Those that the proxy notices without waiting, by a name for the test."""
+
 FIRST_TOKENS = 2
 """Events from which on an answer has tokens, whatever the endpoint."""
 

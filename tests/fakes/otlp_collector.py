@@ -1,17 +1,16 @@
 """An OTLP collector for traces on loopback: it keeps the spans that are exported to it, decoded."""
 
 import dataclasses
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-HOST = "127.0.0.1"
+from tests.fakes.http_server import QuietHandler, served
+
 KINDS = {Span.SPAN_KIND_SERVER: "server", Span.SPAN_KIND_CLIENT: "client", Span.SPAN_KIND_INTERNAL: "internal"}
 
 
@@ -56,26 +55,14 @@ class Collector:
 def otlp_collector() -> Iterator[Collector]:
     """A collector that listens while inside."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
-            collector.take(self.headers["content-type"], self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+            collector.take(self.headers["content-type"], self.body())
+            self.answer(200)
 
-        def log_message(self, *args: object) -> None:
-            """Nothing: a test's output is for its findings."""
-
-    server = ThreadingHTTPServer((HOST, 0), Handler)
-    collector = Collector(f"http://{HOST}:{server.server_port}/v1/traces")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
+    with served(Handler) as address:
+        collector = Collector(f"{address}/v1/traces")
         yield collector
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def _span(span: Span) -> CollectedSpan:

@@ -1,17 +1,15 @@
 """The script that a node runs before it ends, against a small proxy."""
 
-import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.fakes.http_server import QuietHandler, served
 from tests.helm.engine import CHART
 
 SCRIPT = (CHART / "files" / "leave.py").read_text().replace("EVERY = 2.0", "EVERY = 0.02").replace("= 60.0", "= 0.3")
@@ -25,28 +23,14 @@ def proxy(answers: Sequence[tuple[int, object]]) -> Iterator[tuple[str, list[str
     """One that gives these answers in turn, the last one again and again; its address, and what it was asked."""
     asked: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             status, said = answers[min(len(asked), len(answers) - 1)]
             asked.append(self.path)
-            body = json.dumps(said).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer_json(status, said)
 
-        def log_message(self, *args: object) -> None:
-            """Nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Handler) as address:
+        yield address, asked
 
 
 def leave(address: str, most: float = 30, pause: float = 0, **more: str) -> str:

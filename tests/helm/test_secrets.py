@@ -2,18 +2,16 @@
 
 import base64
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from connector.config import ConnectorConfig
 from pdproxy.credential import read_secret
 from pdproxy.intake.auth import read_keys
+from tests.fakes.http_server import QuietHandler, served
 from tests.helm.engine import NAMESPACE, Engine, Manifests, only_container
 from tests.helm.settings import pod_of
 
@@ -31,30 +29,19 @@ _RESOURCES = {
 _MISSING = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
 
 
-def _handler(namespace: str, secrets: Secrets) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+def _handler(namespace: str, secrets: Secrets) -> type[QuietHandler]:
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             name = path.removeprefix(f"/api/v1/namespaces/{namespace}/secrets/")
             if path == "/api/v1":
-                self._answer(200, _RESOURCES)
+                self.answer_json(200, _RESOURCES)
             elif name in secrets:
                 metadata = {"name": name, "namespace": namespace}
                 kept = {"kind": "Secret", "apiVersion": "v1", "metadata": metadata, "data": secrets[name]}
-                self._answer(200, kept)
+                self.answer_json(200, kept)
             else:
-                self._answer(404, _MISSING)
-
-        def _answer(self, status: int, body: Mapping[str, Any]) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: object) -> None:
-            """Nothing: a test's output is for its findings."""
+                self.answer_json(404, _MISSING)
 
     return Handler
 
@@ -62,18 +49,11 @@ def _handler(namespace: str, secrets: Secrets) -> type[BaseHTTPRequestHandler]:
 @contextmanager
 def cluster(namespace: str, secrets: Secrets) -> Iterator[str]:
     """The kubeconfig of a cluster with these secrets, while inside."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(namespace, secrets))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield _kubeconfig(server.server_port)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(_handler(namespace, secrets)) as address:
+        yield _kubeconfig(address)
 
 
-def _kubeconfig(port: int) -> str:
+def _kubeconfig(server: str) -> str:
     here = "here"
     return json.dumps(
         {
@@ -81,7 +61,7 @@ def _kubeconfig(port: int) -> str:
             "kind": "Config",
             "current-context": here,
             "contexts": [{"name": here, "context": {"cluster": here, "user": here}}],
-            "clusters": [{"name": here, "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+            "clusters": [{"name": here, "cluster": {"server": server}}],
             "users": [{"name": here, "user": {}}],
         }
     )

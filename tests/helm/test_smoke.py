@@ -1,15 +1,13 @@
 """The test pod's script against a small proxy: it fails where `helm test` must."""
 
-import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from tests.fakes.http_server import QuietHandler, served
 from tests.helm.conftest import Rendered
 from tests.helm.engine import CHART, only_container
 
@@ -25,31 +23,17 @@ def proxy(statuses: Mapping[str, int]) -> Iterator[tuple[str, list[str]]]:
     """Its address, and the keys that it was shown."""
     keys: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             keys.append(self.headers.get("authorization", ""))
-            self.rfile.read(int(self.headers.get("content-length", 0)))
-            body = json.dumps(ANSWERS[self.path]).encode()
-            self.send_response(statuses.get(self.path, 200))
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.body()
+            self.answer_json(statuses.get(self.path, 200), ANSWERS[self.path])
 
         def do_POST(self) -> None:
             self.do_GET()
 
-        def log_message(self, *args: object) -> None:
-            """Nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", keys
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Handler) as address:
+        yield address, keys
 
 
 def smoke(address: str, key_file: Path | None = None) -> "subprocess.CompletedProcess[str]":

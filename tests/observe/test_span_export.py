@@ -8,7 +8,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from opentelemetry import trace
@@ -21,8 +20,8 @@ from pdproxy.observe.labels import SpanOutcome
 from pdproxy.observe.span_export import exporting
 from pdproxy.settings.model import Otel
 from pdproxy.settings.types import OtelExport
+from tests.fakes.http_server import HOST, QuietHandler, served
 
-HOST = "127.0.0.1"
 WITHIN_S = 10.0
 EACH_ALONE = {"OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "1", "OTEL_BSP_MAX_QUEUE_SIZE": "8"}
 IN_PAIRS = {"OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "2", "OTEL_BSP_MAX_QUEUE_SIZE": "3"}
@@ -51,31 +50,20 @@ class Scripted:
         """It listens while inside."""
         scripted = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
-                scripted.bodies.append(self.rfile.read(int(self.headers["content-length"])))
+                scripted.bodies.append(self.body())
                 scripted.heads.append({name.lower(): value for name, value in self.headers.items()})
                 scripted.go_on.wait(WITHIN_S)
                 status, headers = scripted.answers.pop(0) if scripted.answers else (200, {})
-                self.send_response(status)
-                for name, value in {"content-length": "0", **headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
+                self.answer(status, headers=headers)
 
-            def log_message(self, *args: object) -> None:
-                """Nothing: a test's output is for its findings."""
-
-        server = ThreadingHTTPServer((HOST, 0), Handler)
-        self.url = f"http://{HOST}:{server.server_port}/v1/traces"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.go_on.set()
-            server.shutdown()
-            thread.join()
-            server.server_close()
+        with served(Handler) as address:
+            self.url = f"{address}/v1/traces"
+            try:
+                yield self
+            finally:
+                self.go_on.set()
 
 
 class Traced:

@@ -83,6 +83,15 @@ def tracer(kept: Kept) -> trace.Tracer:
     return provider.get_tracer("test")
 
 
+async def hears_nothing() -> Message:
+    """ASGI's ``receive`` of a client that sends no more."""
+    return {}
+
+
+async def tells_nobody(message: Message) -> None:
+    """ASGI's ``send``."""
+
+
 async def run_app(nodes: Nodes, tracer: trace.Tracer, *headers: tuple[bytes, bytes], status: int = 200) -> None:
     """One client request that makes one call to a node."""
     transport = TracedTransport(nodes, tracer)
@@ -94,14 +103,8 @@ async def run_app(nodes: Nodes, tracer: trace.Tracer, *headers: tuple[bytes, byt
         await incoming.aclose()
         await send({"type": "http.response.start", "status": status})
 
-    async def receive() -> Message:
-        return {}
-
-    async def send(message: Message) -> None:
-        pass
-
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": list(headers)}
-    await TracedApp(app, tracer)(scope, receive, send)
+    await TracedApp(app, tracer)(scope, hears_nothing, tells_nobody)
 
 
 async def test_a_node_sees_a_child_of_the_clients_trace(kept: Kept, tracer: trace.Tracer) -> None:
@@ -180,15 +183,9 @@ async def test_a_request_that_is_not_sampled_is_handled_as_without_tracing(kept:
         await (await TracedTransport(nodes, provider.get_tracer("test")).send(request, Timeouts())).aclose()
         assert nodes.sent == [request]
 
-    async def receive() -> Message:
-        return {}
-
-    async def send(message: Message) -> None:
-        pass
-
     headers = [(b"x", b"y"), *([(b"traceparent", client)] if client else [])]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
-    await TracedApp(app, provider.get_tracer("test"))(scope, receive, send)
+    await TracedApp(app, provider.get_tracer("test"))(scope, hears_nothing, tells_nobody)
     ((passed, current),) = seen
     decided = client.startswith(b"00-")
     assert current.is_valid == decided
@@ -200,37 +197,24 @@ async def test_a_request_that_is_not_sampled_is_handled_as_without_tracing(kept:
     assert not kept.spans
 
 
-async def test_an_sdk_that_is_disabled_adds_no_header() -> None:
+async def passed_on(tracer: trace.Tracer, scope: Message) -> list[Message]:
+    """The scopes that an app gets behind such a tracer."""
     seen: list[Message] = []
 
     async def app(scope: Message, receive: Receive, send: Send) -> None:
         seen.append(scope)
 
-    async def receive() -> Message:
-        return {}
+    await TracedApp(app, tracer)(scope, hears_nothing, tells_nobody)
+    return seen
 
-    async def send(message: Message) -> None:
-        pass
 
+async def test_an_sdk_that_is_disabled_adds_no_header() -> None:
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    await TracedApp(app, trace.NoOpTracer())(scope, receive, send)
-    assert seen == [scope]
+    assert await passed_on(trace.NoOpTracer(), scope) == [scope]
 
 
 async def test_other_scopes_pass_untouched(kept: Kept, tracer: trace.Tracer) -> None:
-    seen: list[Message] = []
-
-    async def app(scope: Message, receive: Receive, send: Send) -> None:
-        seen.append(scope)
-
-    async def receive() -> Message:
-        return {}
-
-    async def send(message: Message) -> None:
-        pass
-
-    await TracedApp(app, tracer)({"type": "lifespan"}, receive, send)
-    assert seen == [{"type": "lifespan"}]
+    assert await passed_on(tracer, {"type": "lifespan"}) == [{"type": "lifespan"}]
     assert not kept.spans
 
 

@@ -1,15 +1,13 @@
 """Once a client has its answer, nothing of its body is alive, however the request ended, and without the collector."""
 
-import gc
 import itertools
 import weakref
-from collections.abc import Iterator
 
 import msgspec
 import pytest
 
 from pdproxy.request import Endpoint
-from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.faults import QUICK_FAULTS, FaultKind, InjectedFault
 from tests.orchestration.cluster import FakeCluster
 from tests.orchestration.prompts import body_for
 from tests.tables import spread
@@ -17,33 +15,17 @@ from tests.tables import spread
 FAULTS = {
     "none": None,
     "refused": InjectedFault(FaultKind.REFUSE),
-    "reset": InjectedFault(FaultKind.RESET),
-    "reset-in-body": InjectedFault(FaultKind.RESET, at=2),
     "hang": InjectedFault(FaultKind.HANG),
     "stall": InjectedFault(FaultKind.STALL, at=2),
-    "400": InjectedFault(FaultKind.STATUS, status=400),
-    "429": InjectedFault(FaultKind.STATUS, status=429),
-    "500": InjectedFault(FaultKind.STATUS, status=500),
-    "garbage": InjectedFault(FaultKind.GARBAGE, at=2),
-    "short": InjectedFault(FaultKind.SHORT, at=2),
-    "aborted": InjectedFault(FaultKind.ABORT, at=2),
-    "error-event": InjectedFault(FaultKind.ERROR_EVENT, at=2),
-    "no-ticket": InjectedFault(FaultKind.NO_TICKET),
+    **QUICK_FAULTS,
 }
+pytestmark = pytest.mark.usefixtures("no_collector")
 
 
 class Traced(msgspec.Struct, weakref=True):
     """A value in a body that tells when it is gone."""
 
     name: str = "mine"
-
-
-@pytest.fixture(autouse=True)
-def _no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -120,18 +120,14 @@ async def test_closing_the_transport_ends_what_is_under_way(transport: H1Transpo
         await there.all_gone()
 
 
+@pytest.mark.usefixtures("no_collector")
 async def test_a_closed_connection_is_freed_without_the_collector(transport: H1Transport) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        async with peer(saying(CHUNKED, b"5\r\nhello\r\n")) as there:
-            for _ in range(3):
-                response = await transport.send(post(there), PATIENT)
-                assert await anext(aiter(response)) == b"hello"
-                await response.aclose()
-            del response
-            await there.all_gone()
-        await asyncio.sleep(0.01)
-        assert [each for each in gc.get_objects() if type(each) is H1Connection] == []
-    finally:
-        gc.enable()
+    async with peer(saying(CHUNKED, b"5\r\nhello\r\n")) as there:
+        for _ in range(3):
+            response = await transport.send(post(there), PATIENT)
+            assert await anext(aiter(response)) == b"hello"
+            await response.aclose()
+        del response
+        await there.all_gone()
+    await asyncio.sleep(0.01)
+    assert [each for each in gc.get_objects() if type(each) is H1Connection] == []

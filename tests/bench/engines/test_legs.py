@@ -1,10 +1,9 @@
 """First tokens, one at a time: the two legs by hand, and turns."""
 
-import http.server
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -12,41 +11,34 @@ import pytest
 from deploy.bench.engines.legs import FIRST, SHAPE, TO_HAND_OVER, Connection, First, by_hand, compare, through
 from deploy.bench.engines.loads import question
 from deploy.bench.rounds import BenchError
+from tests.fakes.http_server import HOST, QuietHandler, running
 
 TICKET = {"do_remote_prefill": True, "name": "of this very prompt"}
 
 
-class Node(http.server.BaseHTTPRequestHandler):
+class Node(QuietHandler):
     """A node that answers with the list's own lines; what it was asked is kept in ``bodies`` of its server."""
 
     protocol_version = "HTTP/1.1"
     server: "Server"
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = json.loads(self.body())
         self.server.bodies.append(body)
         if not body.get("stream"):
-            self._answer(json.dumps({"choices": [{"text": "x"}], "kv_transfer_params": TICKET}))
+            self.answer_json(self.server.status, {"choices": [{"text": "x"}], "kv_transfer_params": TICKET})
             return
         choices = [{"choices": [{"text": text}]} for text in ("", *recited(body["prompt"])[:2])]
         events = [*choices, {"choices": [], "usage": {}}] if self.server.error is None else [self.server.error]
-        self._answer("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
-
-    def log_message(self, *args: object) -> None:
-        """Nothing."""
-
-    def _answer(self, text: str) -> None:
-        self.send_response(self.server.status)
-        self.send_header("content-length", str(len(text.encode())))
-        self.end_headers()
-        self.wfile.write(text.encode())
+        said = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        self.answer(self.server.status, said.encode())
 
 
-class Server(http.server.ThreadingHTTPServer):
+class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Node)
+        super().__init__((HOST, 0), Node)
         self.bodies: list[dict[str, Any]] = []
         self.error: dict[str, Any] | None = None
         self.status = 200
@@ -62,15 +54,9 @@ def recited(prompt: str) -> list[str]:
 
 @contextmanager
 def served() -> Iterator[tuple[Server, Connection]]:
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            with closing(Connection(f"http://127.0.0.1:{server.server_port}")) as connection:
-                yield server, connection
-        finally:
-            server.shutdown()
-            thread.join()
+    server = Server()
+    with running(server) as port, closing(Connection(f"http://{HOST}:{port}")) as connection:
+        yield server, connection
 
 
 def test_by_hand_the_ticket_of_the_first_leg_goes_with_the_second() -> None:
