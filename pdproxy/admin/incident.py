@@ -93,7 +93,7 @@ def incident(seen: Seen) -> Incident:
     names = [*(view.name for view in out), *(fault.node for fault in failing)]
     names += [view.name for view in _kept_out(seen) if seen.not_ready]
     names += [*seen.bars.nodes, *itertools.chain(*seen.bars.pairs)]
-    since = None if cause is Cause.NOTHING else _since(seen)
+    since = None if cause is Cause.NOTHING else _since(seen, cause)
     nodes = [] if cause is Cause.NOTHING else list(dict.fromkeys(names))
     return Incident(cause, nodes, loss(seen), now, list(_earlier(seen)), since, _hit(seen), seen.hand_overs.line())
 
@@ -163,7 +163,8 @@ def _of_hand_overs(seen: Seen) -> Iterator[Finding]:
     reasons = [view.reason for view in seen.out() if view.reason]
     for why in seen.hand_overs.why:
         if not any(reason in why for reason in reasons):
-            yield Finding(f"{why}.")
+            began = seen.hand_overs.began.get(why)
+            yield Finding(f"{why}.", None if began is None else seen.now - began)
 
 
 def _of_ends(seen: Seen, cause: Cause) -> Iterator[Finding]:
@@ -217,17 +218,24 @@ def _wrong(seen: Seen) -> set[str]:
     return {*(view.name for view in seen.out()), *(fault.node for fault in seen.failing())}
 
 
-def _since(seen: Seen) -> float | None:
-    """Seconds ago when the first thing that is wrong now began."""
+def _since(seen: Seen, cause: Cause) -> float | None:
+    """Seconds ago when the first thing began that is wrong now and of this cause; None where nobody knows."""
+    began = list(seen.hand_overs.began.values()) if cause is Cause.HAND_OVERS else _of_ends_and_nodes(seen)
+    since = min(began, default=math.inf)
+    return None if since == math.inf else seen.now - since
+
+
+def _of_ends_and_nodes(seen: Seen) -> list[float]:
+    """When nodes went away that are out, or without which nothing serves, and when legs and requests began to fail."""
     wrong = _wrong(seen)
+    away = [*seen.out(), *(_kept_out(seen) if seen.not_ready else ())]
     back = {view.name: view.outage.ended for view in seen.nodes if view.outage is not None}
-    began = [view.since for view in seen.out() if view.since > -math.inf]
+    began = [view.since for view in away if view.since > -math.inf]
     faults = [each for each in seen.recent.faults if each.node in wrong and each.at > back.get(each.node, -math.inf)]
     began.append(_first(faults, seen.now))
     if seen.bad_now():
         began.append(_first(seen.recent.bad, seen.now))
-    since = min(began)
-    return None if since == math.inf else seen.now - since
+    return began
 
 
 def _legs(count: int) -> str:

@@ -5,10 +5,11 @@ A proxy whose hand-overs fail still answers every request, from decode nodes alo
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 from pdproxy.nodes.hand_overs import RECENT, Used
-from pdproxy.nodes.node import SERVING, Bars, Node, Role, Snapshot, State
+from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Role, Snapshot, State
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,12 +21,14 @@ class HandOverVerdict:
         fail: none happen between the nodes that serve.
         used: what became of the tickets of the last minutes.
         missing: a role of which nodes are known and none serves; None where there is none such.
+        began: by sentence of ``why``, when that began, in monotonic seconds; without those of which nobody knows.
     """
 
     why: Sequence[str] = ()
     fail: bool = False
     used: Used = dataclasses.field(default_factory=Used)
     missing: Role | None = None
+    began: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def line(self) -> str:
         """All of it in one line, whether something is wrong or not."""
@@ -47,16 +50,21 @@ class HandOverVerdict:
 
 def verdict(now: Snapshot, used: Used) -> HandOverVerdict:
     """By the nodes as they stand, and what became of the last tickets."""
-    prefills, decodes = ([view.node for view in now.nodes if _serves(view.state, view.node, role)] for role in Role)
-    why = [*_refused(now), *_barred(now.bars, prefills, decodes)]
-    works = any(_makes_pair(prefill, decode, now.bars) for decode in decodes for prefill in prefills)
+    prefills, decodes = ([view for view in now.nodes if _serves(view.state, view.node, role)] for role in Role)
+    why = [*_refused(now), *_barred(now.bars, [*prefills, *decodes])]
+    works = any(_makes_pair(prefill.node, decode.node, now.bars) for decode in decodes for prefill in prefills)
     if not works and not why:
         why += _unlike(prefills, decodes)
     if used.mostly_in_vain:
-        why.append(
+        text = (
             f"{used.in_vain:,} of the last {used.tickets:,} tickets were of no use: their prompts were computed twice"
         )
-    return HandOverVerdict(tuple(dict.fromkeys(why)), bool(why and decodes and not works), used, _missing(now))
+        why.append((text, -math.inf))
+    began: dict[str, float] = {}
+    for text, since in why:
+        began[text] = min(since, began.get(text, math.inf))
+    known = {text: since for text, since in began.items() if since > -math.inf}
+    return HandOverVerdict(tuple(began), bool(why and decodes and not works), used, _missing(now), known)
 
 
 def _missing(now: Snapshot) -> Role | None:
@@ -83,35 +91,39 @@ def _of_one_model(prefill: Node, decode: Node) -> bool:
     return prefill.serves(decode.model) or decode.serves(prefill.model)
 
 
-def _refused(now: Snapshot) -> Iterator[str]:
+def _refused(now: Snapshot) -> Iterator[tuple[str, float]]:
+    """Refused prefill nodes, each with the time since which it is; so for the others below."""
     for view in now.nodes:
         if view.state is State.REFUSED and Role.PREFILL in view.node.roles:
-            yield f"{view.name} is refused: {view.reason}"
+            yield f"{view.name} is refused: {view.reason}", view.since
 
 
-def _barred(bars: Bars, prefills: Sequence[Node], decodes: Sequence[Node]) -> Iterator[str]:
+def _barred(bars: Bars, serving: Sequence[NodeView]) -> Iterator[tuple[str, float]]:
     """Barred pairs of nodes that serve."""
-    here = {node.name for node in (*prefills, *decodes)}
+    here = {view.name for view in serving}
     for name, why in bars.nodes.items():
         if name in here:
-            yield f"{name} exchanges no tickets with any node: {why}"
+            yield f"{name} exchanges no tickets with any node: {why}", bars.began.get(name, -math.inf)
     for pair, why in bars.pairs.items():
         if here.issuperset(pair):
             named = all(name in why for name in pair)
-            yield why if named else f"{pair[0]} and {pair[1]} exchange no tickets: {why}"
+            text = why if named else f"{pair[0]} and {pair[1]} exchange no tickets: {why}"
+            yield text, bars.began.get(pair, -math.inf)
 
 
-def _unlike(prefills: Sequence[Node], decodes: Sequence[Node]) -> Iterator[str]:
+def _unlike(prefills: Sequence[NodeView], decodes: Sequence[NodeView]) -> Iterator[tuple[str, float]]:
     """Why nodes that serve make no pair; nothing where there are no two of them, one of each role."""
     pairs = ((prefill, decode) for prefill in prefills for decode in decodes if prefill.name != decode.name)
-    for prefill, decode in itertools.islice(pairs, 1):
+    for one, other in itertools.islice(pairs, 1):
+        prefill, decode, since = one.node, other.node, max(one.since, other.since)
         if not _of_one_model(prefill, decode):
-            yield (
+            text = (
                 f"{prefill.name} serves {prefill.model}, and {decode.name} {decode.model}: give nodes of one model one"
                 " --served-model-name"
             )
+            yield text, since
         else:
             parts = prefill.fingerprint.keys() | decode.fingerprint.keys()
             unlike = sorted(part for part in parts if prefill.fingerprint.get(part) != decode.fingerprint.get(part))
             what = ", ".join(part for part in unlike if part != "all") or "versions"
-            yield f"{prefill.name} and {decode.name} differ in {what}: pdproxy check says what to align"
+            yield f"{prefill.name} and {decode.name} differ in {what}: pdproxy check says what to align", since

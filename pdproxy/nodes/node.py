@@ -326,10 +326,17 @@ class NodeView:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bars:
-    """Why nodes of one cohort exchange no tickets: pairs by the names of prefill and decode node, nodes by name."""
+    """Why nodes of one cohort exchange no tickets: pairs by the names of prefill and decode node, nodes by name.
+
+    Attributes:
+        began: for pairs and nodes alike, when each was barred, in monotonic seconds; `Pool` notes it.
+    """
 
     pairs: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
     nodes: Mapping[str, str] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    began: Mapping[tuple[str, str] | str, float] = dataclasses.field(
+        default_factory=lambda: MappingProxyType({}), compare=False
+    )
 
     def __bool__(self) -> bool:
         """Whether anything is barred at all."""
@@ -343,6 +350,12 @@ class Bars:
             and decode not in self.nodes
             and (prefill, decode) not in self.pairs
         )
+
+    def following(self, before: "Bars", now: float) -> "Bars":
+        """The same, each with its time: now, or that of before where it was barred already."""
+        barred: list[tuple[str, str] | str] = [*self.pairs, *self.nodes]
+        began = {each: before.began.get(each, now) for each in barred}
+        return dataclasses.replace(self, began=began)
 
 
 NO_BARS = Bars()

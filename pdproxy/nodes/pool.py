@@ -382,7 +382,7 @@ class Pool:
 
     def _bar(self, bars: Bars) -> None:
         before, after = set(self._pairs(self.bars)), set(self._pairs(bars))
-        self.bars, self._latest = bars, None
+        self.bars, self._latest = bars.following(self.bars, self._clock.now()), None
         for pair in before - after:
             self._metrics.pair_allowed(*pair)
         for pair in after - before:

@@ -114,7 +114,10 @@ async def test_the_first_line_is_about_hand_overs(look: Look) -> None:
     assert text_of(page, "hand-overs") == f"● nothing keeps hand-overs from happening. {share}"
     cannot = "d0 cannot reach p0 at 127.0.0.1:5600: set NODE_ADDRESS"
     cluster.pool.bar(Bars({("p0", "d0"): cannot}))
+    cluster.clock.advance(190)
     page = await look(context_of(cluster))
+    assert re.fullmatch(r"\d\d:\d\d:\d\d UTC, 3 min ago", text_of(page, "since"))
+    assert re.fullmatch(rf"\d\d:\d\d:\d\d {re.escape(cannot)}\.", text_of(page, "what"))
     whole = f"✕ hand-overs fail: decode nodes compute the prompts themselves; {cannot}"
     assert text_of(page, "hand-overs") == whole
     assert text_of(page, "cause").startswith("✕ nodes that hand nothing over")

@@ -219,7 +219,7 @@ def test_a_drain_is_told_and_is_no_incident() -> None:
 def test_where_all_nodes_are_drained_these_are_the_cause() -> None:
     nodes = [view("p0"), view("d0", State.DRAINING, 10.0, "drained by the operator")]
     more: dict[str, Any] = {"not_ready": "no decode node serves"}
-    assert (ask(nodes, **more).cause, ask(nodes, **more).nodes) == (Cause.NODE, ["d0"])
+    assert (ask(nodes, **more).cause, ask(nodes, **more).nodes, ask(nodes, **more).since) == (Cause.NODE, ["d0"], 10.0)
     assert step(nodes, **more).command == f"curl -sS -X POST {HERE}/nodes/d0/rejoin"
 
 
@@ -325,6 +325,26 @@ def test_nodes_that_exchange_no_tickets() -> None:
     found = ask(bars=Bars({("p0", "d1"): "other tokens"}))
     assert (found.cause, found.nodes) == (Cause.HAND_OVERS, ["p0", "d1"])
     assert texts(found.now) == ["p0 and d1 exchange no tickets: other tokens."]
+
+
+def test_since_when_hand_overs_fail_is_told_apart_from_nodes_that_are_out() -> None:
+    pairs = {("p0", "d0"): "p0 and d0: no way", ("p0", "d1"): "p0 and d1: no way"}
+    bars = Bars(pairs, began={("p0", "d0"): NOW - 40, ("p0", "d1"): NOW - 30})
+    down = view("p1", State.DOWN, 500.0, KILLED)
+    found = ask([*ALL_UP, down], bars=bars)
+    assert (found.cause, found.since) == (Cause.HAND_OVERS, 40.0)
+    assert [finding.began for finding in found.now] == [500.0, 40.0, 30.0]
+    one_pair = Bars({("p0", "d0"): "p0 and d0: no way"}, began={("p0", "d0"): NOW - 900})
+    assert (ask([*ALL_UP, down], bars=one_pair).cause, ask([*ALL_UP, down], bars=one_pair).since) == (
+        Cause.NODE,
+        500.0,
+    )
+
+
+def test_nodes_that_make_no_pair_do_so_since_the_later_one_serves() -> None:
+    other = view("d0", ago=70.0, model="other")
+    found = ask([view("p0", ago=3600.0), other])
+    assert (found.cause, found.since) == (Cause.HAND_OVERS, 70.0)
 
 
 def test_what_is_over_is_not_counted() -> None:

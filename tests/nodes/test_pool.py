@@ -395,6 +395,19 @@ def test_bars_are_in_the_snapshot_and_counted_until_a_node_leaves(pool: Pool, re
     assert not pool.snapshot().bars
 
 
+def test_a_bar_keeps_the_time_when_it_began_until_it_is_lifted(pool: Pool, clock: FakeClock) -> None:
+    began, pair = clock.now(), ("p1", "d1")
+    pool.bar(Bars({pair: "far apart"}))
+    clock.advance(60)
+    pool.bar(Bars({pair: "still"}, {"d2": "far apart"}))
+    assert pool.snapshot().bars.began == {pair: began, "d2": began + 60}
+    pool.remove("d2")
+    assert pool.snapshot().bars.began == {pair: began}
+    pool.bar(Bars())
+    pool.bar(Bars({pair: "again"}))
+    assert pool.snapshot().bars.began == {pair: began + 60}
+
+
 def test_models_and_adapters_that_decode_nodes_serve_become_labels(clock: FakeClock) -> None:
     metrics = Metrics(CollectorRegistry())
     pool = Pool(clock, metrics=metrics)

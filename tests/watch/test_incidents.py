@@ -52,6 +52,7 @@ async def test_the_page_says_what_happened_and_where_to_go_on(name: str, tmp_pat
     async with happened(incident, tmp_path) as fleet:
         state = await fleet.state()
     page = told(state)
+    assert (state["incident"]["since"] is None) == ("cause: nothing" in page), "since when?"
     assert [each for each in words if each not in page] == [], page
     link = state["incident"]["next"] and state["incident"]["next"]["docs"]
     assert link == (None if section is None else f"{DOCS}/{PAGE}#{section}")
