@@ -25,11 +25,12 @@ images: env ## build the proxy's and the CPU node's image (docker or podman), tr
 
 test: lint unit tooling soak e2e ## everything that must pass
 
-lint: env ## format, style, types, import contracts
+lint: env ## format, style, types, import contracts, workflows
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/actionlint -shellcheck $(VENV)/bin/shellcheck
 
 # What measures how long others wait, or what something costs, or works whole processes hard, needs cores of its own: it
 # runs with the soak, one after another.
