@@ -113,6 +113,17 @@ def test_the_published_chart_names_the_published_images(tmp_path: Path) -> None:
     assert images == expected
 
 
+def test_the_published_chart_passes_the_workflows_check_and_is_packed_under_its_version(tmp_path: Path) -> None:
+    folder = tmp_path / "pdproxy"
+    chart(Repository(ROOT), "registry.example/owner", folder)
+    with engine() as helm:
+        helm = helm.of(folder)
+        assert helm.lint(yaml.safe_load((folder / "examples/no-gpu.yaml").read_text())) == []
+        archive = helm.package()
+        assert helm.of(archive).render({}).keys() == helm.render({}).keys()
+    assert archive == tmp_path / f"pdproxy-{__version__}.tgz"
+
+
 class TestWorkflows:
     """What can be known of them without the service that runs them."""
 
@@ -142,6 +153,23 @@ class TestWorkflows:
             if step.get("uses", "").startswith("actions/checkout@"):
                 assert step["with"] == {"persist-credentials": False}
             assert "${{" not in step.get("run", ""), "what the event holds comes by the environment, quoted"
+
+    @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
+    def test_a_pipe_fails_where_its_first_command_does(self, file: Path) -> None:
+        """GitHub sets `pipefail` only where a workflow names the shell."""
+        piped = [
+            step for job in self.jobs(file).values() for step in job.get("steps", ()) if "|" in step.get("run", "")
+        ]
+        assert not piped or yaml.safe_load(file.read_text()).get("defaults") == {"run": {"shell": "bash"}}
+
+    def test_the_chart_is_packed_by_the_helm_that_the_tests_render_with(self) -> None:
+        [setup] = (
+            step
+            for step in self.jobs(ROOT / ".github/workflows/release.yml")["chart"]["steps"]
+            if step.get("uses", "").startswith("azure/setup-helm@")
+        )
+        with engine() as helm:
+            assert setup["with"]["version"] == helm.version()
 
     def test_every_image_is_published(self) -> None:
         images = self.jobs(ROOT / ".github/workflows/release.yml")["images"]["strategy"]["matrix"]["include"]

@@ -50,6 +50,14 @@ class Engine:
         reply: list[str] = self._ask("lint", values)
         return reply
 
+    def package(self) -> Path:
+        """The chart as an archive, made beside its folder as `helm package` makes it. Raises Refused."""
+        return Path(self._ask("package", {}))
+
+    def version(self) -> str:
+        """Helm's own, such as v4.2.3."""
+        return str(self._ask("version", {}))
+
     def manifests(self, values: Mapping[str, Any], kubeconfig: str = "", release: str = RELEASE) -> "Manifests":
         """What would be applied. Raises Refused."""
         files = self.render(values, kubeconfig, release)

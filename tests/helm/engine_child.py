@@ -1,13 +1,15 @@
 """Helm's own engine in a process of its own: its Go runtime stays out of the tests'. JSON lines in, JSON lines out.
 
-A line is ``{"do": "render" | "lint", "chart": …, "values": …, "release": …, "namespace": …}``; with ``kubeconfig``,
-``lookup`` asks that cluster, and what is rendered is an upgrade. A reply is ``{"reply": …}`` or ``{"error": "…"}``.
+A line is ``{"do": a name of `ACTIONS`, "chart": …, "values": …, "release": …, "namespace": …}``; with ``kubeconfig``,
+``lookup`` asks that cluster, and what is rendered is an upgrade. A package is written beside its chart's folder. A
+reply is ``{"reply": …}`` or ``{"error": "…"}``.
 """
 
 import functools
 import json
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import helm_python as helm
@@ -35,7 +37,17 @@ def lint(request: Mapping[str, Any]) -> list[str]:
     return [f"{message['path']}: {message['error']}" for message in found["messages"]] + list(found["errors"])
 
 
-ACTIONS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {"render": render, "lint": lint}
+def package(request: Mapping[str, Any]) -> str:
+    """The path of the chart as an archive."""
+    return str(helm.package(request["chart"], destination=Path(request["chart"]).parent))
+
+
+ACTIONS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+    "render": render,
+    "lint": lint,
+    "package": package,
+    "version": lambda _: helm.helm_sdk_version(),
+}
 
 
 def main() -> None:
