@@ -101,7 +101,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """vLLM's results of this step, less the reads that wait for their verdict, plus those that have it."""
         self._give_up_overdue()
-        results: KVConnectorTransferResults = super().get_transfer_results()
+        results = self._await_transfers()
         self._drain_stalled()
         self._clear_failed_handshakes()
         self._advance_probes()
@@ -162,15 +162,17 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
             self._sources[req_id].in_flight = flying
             self._pending_reads.on_posted(req_id, time.monotonic())
 
-    def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
-        """vLLM's; of reads in a step that computes nothing, again and again for a moment, until one has ended."""
-        until = time.monotonic() + (IDLE_READ_WAIT if self._idle and transfers is self._recving_transfers else 0.0)
-        done, failed = super()._pop_done_transfers(transfers)
-        while transfers and not done and time.monotonic() < until:
+    def _await_transfers(self) -> KVConnectorTransferResults:
+        """vLLM's results. A step that computes nothing asks again for a moment, until a read has ended."""
+        until = time.monotonic() + IDLE_READ_WAIT
+        results: KVConnectorTransferResults = super().get_transfer_results()
+        while self._idle and self._recving_transfers and not results.finished_recving and time.monotonic() < until:
             time.sleep(IDLE_POLL)
-            done, more_failed = super()._pop_done_transfers(transfers)
-            failed |= more_failed
-        return done, failed
+            more = super().get_transfer_results()
+            results.finished_sending |= more.finished_sending
+            results.finished_recving |= more.finished_recving
+            results.failed_recving |= more.failed_recving
+        return results
 
     def _give_up_overdue(self) -> None:
         for late in self._pending_reads.overdue(time.monotonic()):

@@ -68,7 +68,7 @@ OVERRIDES: Mapping[str, str] = {
     SCHEDULER: "__init__ _prefill_backoff _truncate_request_for_prefill build_connector_meta "
     "get_num_new_matched_tokens has_pending_push_work on_new_request request_finished set_xfer_handshake_metadata "
     "shutdown update_connector_output update_state_after_alloc",
-    WORKER: "__init__ _engines_with_inflight_transfers _get_new_notifs _nixl_handshake _pop_done_transfers "
+    WORKER: "__init__ _engines_with_inflight_transfers _get_new_notifs _nixl_handshake "
     "_read_blocks_for_req get_transfer_results register_kv_caches shutdown start_load_kv",
     f"{V1}.base:KVConnectorWorkerMetadata": "aggregate",
     FREE_QUEUE: "append_n popleft_n remove",
