@@ -12,7 +12,7 @@ come back by themselves, when requests that run have ended. In three cases they 
   needs both. A prompt nearly as large as the cache fits without the hit and not with it, and nothing evicts the hit, as
   nothing else is admitted. vLLM waits so without a connector, too.
 
-`Admission` changes a connector's answer to `get_num_new_matched_tokens` in these cases:
+`AdmissionControl` changes a connector's answer to `get_num_new_matched_tokens` in these cases:
 
     the request cannot fit before a quarantine ends         None: vLLM skips it in this step, and asks the next one
     vLLM refused it while no request held blocks,
@@ -78,7 +78,7 @@ class _Room:
         return self.free == self.reachable
 
 
-class Admission:
+class AdmissionControl:
     """The admission of one engine. `sizes`: blocks that a sequence takes. `quarantined`: blocks in quarantine now."""
 
     def __init__(self, sizes: SequenceBlocks, quarantined: Callable[[], int], local_hits: PartialHits) -> None:
@@ -186,7 +186,7 @@ class Admission:
         return tokens, between_steps
 
 
-class Unchanged(Admission):
+class NoAdmissionControl(AdmissionControl):
     """For a connector that is one of several: the connector that chooses among them decides instead."""
 
     def answer(self, request: Request, answer: Answer) -> Answer:  # noqa: ARG002 - as its base

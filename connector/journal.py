@@ -115,7 +115,7 @@ def _kind(match: re.Match[bytes]) -> tuple[str, bytes]:
     return ("id", match[1]) if match[1] else (match[2].decode(), match[3])
 
 
-class Journal:
+class JournalWriter:
     """One leg's events on their way to the client. `records`: of the legs before, whose events the client has."""
 
     def __init__(self, records: Sequence[Record] = ()) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from .journal import BadRecordsError, Group, Journal, Output, Record
+from .journal import BadRecordsError, Group, JournalWriter, Output, Record
 from .replay import GROUPS_AT_ONCE, ResumedEngine, View, check
 from .resume_order import KEY
 from .resumed_requests import ResumeLimits
@@ -65,7 +65,7 @@ class JournaledResponse:
         self._send = send
         self._records = records
         self._secret = secret
-        self._journal = Journal(records)
+        self._journal = JournalWriter(records)
         self._start: Message | None = None
         self._streams = False
         self._admitted = False

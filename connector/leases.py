@@ -198,7 +198,7 @@ read more often is under attack."""
 
 
 @dataclass(slots=True)
-class _Reads:
+class _ReadsOfLease:
     wanted: int | None = None
     readers: dict[str, int] = field(default_factory=dict)
     complete: set[str] = field(default_factory=set)
@@ -214,7 +214,7 @@ class LeaseReads:
     scheduler."""
 
     def __init__(self) -> None:
-        self._reads: dict[str, _Reads] = {}
+        self._reads: dict[str, _ReadsOfLease] = {}
 
     def __len__(self) -> int:
         """How many requests have an entry."""
@@ -222,14 +222,14 @@ class LeaseReads:
 
     def hold(self, request_id: str, readers: int) -> None:
         """From now on this rank holds the request's blocks for `readers` reads (at least one)."""
-        self._reads.setdefault(request_id, _Reads()).wanted = max(1, readers)
+        self._reads.setdefault(request_id, _ReadsOfLease()).wanted = max(1, readers)
 
     def record(self, request_id: str, done: ReadDone) -> None:
         """Count one notification of a completed read.
 
         The caller has checked that this rank works on the request, or holds its blocks.
         """
-        reads = self._reads.setdefault(request_id, _Reads())
+        reads = self._reads.setdefault(request_id, _ReadsOfLease())
         if done.nonce in reads.complete or (done.nonce not in reads.readers and len(reads.readers) >= MOST_NONCES):
             return
         reads.readers[done.nonce] = reads.readers.get(done.nonce, 0) + 1

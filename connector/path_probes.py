@@ -77,7 +77,7 @@ class _Probe:
 
 
 @dataclass(slots=True)
-class _Reads:
+class _ProbeReads:
     """A probe's small reads that are not over. `failed`: one of them was."""
 
     engine_id: str
@@ -91,7 +91,7 @@ class PathProbes:
     def __init__(self, host: ProbeHost) -> None:
         self._host = host
         self._open: dict[int, _Probe] = {}
-        self._reads: dict[int, _Reads] = {}
+        self._reads: dict[int, _ProbeReads] = {}
         self._targets: dict[str, Mapping[Rank, ProbeTarget]] = {}
 
     def start(self, orders: Mapping[int, Peer], now: float) -> None:
@@ -166,7 +166,7 @@ class PathProbes:
             if handle is None:
                 self._host.probe_anew(engine_id, broken=True)
                 return self._try_again(probe)
-            self._reads.setdefault(number, _Reads(engine_id)).handles.append(handle)
+            self._reads.setdefault(number, _ProbeReads(engine_id)).handles.append(handle)
         return None
 
     def _try_again(self, probe: _Probe) -> bool | None:

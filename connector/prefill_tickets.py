@@ -30,7 +30,7 @@ class _HandOver:
     released_at: float | None = None
 
 
-class HandOvers:
+class HandOverIds:
     """Which requests a hand-over id names, and which ids were released: before, during or after the prefill. Pure.
 
     An id that no unfinished request carries is remembered for `memory` seconds after its release, and at most
@@ -121,7 +121,7 @@ class TicketIssuer:
         self,
         *,
         leases: LeaseTable,
-        hand_overs: HandOvers,
+        hand_overs: HandOverIds,
         counters: Counters,
         keys: Sequence[bytes],
         block_sizes: tuple[int, ...],

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 
-from .admission import Admission
+from .admission import AdmissionControl
 from .config import ConnectorConfig
 from .decode_reads import PromptTokens, Quarantine, ReadTracker, TicketToReturn, TokenAccounting
 from .fingerprint import Fingerprint
@@ -26,7 +26,7 @@ from .messages import Verdict
 from .metadata import ConnectorMetadata, WorkerReport
 from .node_fingerprint import lora_settings
 from .peer_paths import Peer, PeerPaths
-from .prefill_tickets import HandOvers, TicketIssuer
+from .prefill_tickets import HandOverIds, TicketIssuer
 from .read_reports import NOT_NEEDED, ReadReports
 from .resume_order import engine_secret
 from .resumed_requests import ResumedRequests, ResumeLimits
@@ -77,7 +77,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         self._validator = ParamsValidator(config.role, Expected(self._shapes, config.keys, config.allowed_hosts))
         self._tickets = TicketIssuer(
             leases=self._leases,
-            hand_overs=HandOvers(),
+            hand_overs=HandOverIds(),
             counters=self.counters,
             keys=config.keys,
             block_sizes=tuple(shape.block_size for shape in self._shapes),
@@ -87,7 +87,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         )
         self.quarantine = Quarantine()
         self._sizes = sequence_blocks(vllm_config, kv_cache_config)
-        self.admission = Admission(self._sizes, lambda: self.quarantine.blocks, self.local_hits)
+        self.admission = AdmissionControl(self._sizes, lambda: self.quarantine.blocks, self.local_hits)
         self.keeps = Keeps(config.keep_share, self.counters, time.monotonic)
         self._shared = SharedCache(kv_cache_config.num_blocks, decodes=config.role.decodes)
         self._reads = ReadTracker(self.counters, self.quarantine, self._ranks, lambda: secrets.token_hex(8))

@@ -21,7 +21,7 @@ from .messages import Verdict
 from .node_fingerprint import all_parts, node_fingerprint, rank_parts
 from .resume_boundary import LocalHits, drops_unit, resume_boundary
 from .side_channel import Listener
-from .tcp_server import Limits
+from .tcp_server import ServerLimits
 from .ticket import GroupKind
 from .ticket_keys import KeyFile
 
@@ -162,7 +162,7 @@ class SchedulerBase(NixlPullConnectorScheduler):
             engine_id=self._engine_id,
             keys=self._config.keys,
             take_back=self.take_back,
-            limits=Limits(connections, connections // 2),
+            limits=ServerLimits(connections, connections // 2),
         )
         self._listener.start()
         self._liveness.open()

@@ -38,7 +38,7 @@ from .messages import (
     write_refusal,
     write_reply,
 )
-from .tcp_server import BACKLOG, CloseReason, Limits, TcpServer
+from .tcp_server import BACKLOG, CloseReason, ServerLimits, TcpServer
 from .zmtp import Zmtp
 
 VerifyRead = Callable[[str, str, str], Verdict]
@@ -75,7 +75,7 @@ class Listener:
         engine_id: str = "",
         keys: Sequence[bytes] = (),
         take_back: TakeBack | None = None,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
     ) -> None:
         self.host, self.port = host, port
         self._take_back = take_back or verify
@@ -85,7 +85,7 @@ class Listener:
         self._counters = counters
         self._engine_id = engine_id
         self._keys = keys
-        self._limits = limits or Limits()
+        self._limits = limits or ServerLimits()
         self._server: TcpServer | None = None
 
     def start(self) -> None:
@@ -101,8 +101,8 @@ class Listener:
             self._server.stop()
             self._server = None
 
-    def _make_handler(self) -> _Connection:
-        return _Connection(self, self._keys)
+    def _make_handler(self) -> _QuestionHandler:
+        return _QuestionHandler(self, self._keys)
 
     def _on_closed(self, reason: CloseReason) -> None:
         self._counters.side_channel_closed(reason.value)
@@ -137,7 +137,7 @@ class Listener:
         return self._payloads.get((pp_rank, tp_rank), QuestionRefusal.NO_SUCH_RANK.value)
 
 
-class _Connection:
+class _QuestionHandler:
     """One connection to the listener (`tcp_server.ConnectionHandler`)."""
 
     def __init__(self, listener: Listener, keys: Sequence[bytes]) -> None:

@@ -66,7 +66,7 @@ class CloseReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServerLimits:
     """Connections in all and of one peer; bytes buffered in all; seconds for the greeting, and for a message."""
 
     connections: int = 2048
@@ -75,11 +75,11 @@ class Limits:
     opening: float = 5.0
     message: float = 10.0
 
-    def within_descriptors(self) -> Limits:
+    def within_descriptors(self) -> ServerLimits:
         """The same, with at most half of the descriptors that this process may have."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = self.connections if soft == resource.RLIM_INFINITY else min(self.connections, max(8, soft // 2))
-        return Limits(most, min(self.peer_connections, most), self.buffered, self.opening, self.message)
+        return ServerLimits(most, min(self.peer_connections, most), self.buffered, self.opening, self.message)
 
 
 class ConnectionHandler(Protocol):
@@ -130,7 +130,7 @@ class _Connection:
                 self.pending[0] = self.pending[0][sent:]
         return True
 
-    def is_slow(self, now: float, limits: Limits) -> bool:
+    def is_slow(self, now: float, limits: ServerLimits) -> bool:
         """Whether it took too long over its greeting, or over a message or an answer."""
         if self.handler.zmtp.peer is None:
             return now - self.opened >= limits.opening
@@ -148,7 +148,7 @@ class TcpServer:
         listening: socket.socket,
         make_handler: Callable[[], ConnectionHandler],
         on_closed: Callable[[CloseReason], None],
-        limits: Limits,
+        limits: ServerLimits,
     ) -> None:
         self._listening = listening
         self._make_handler = make_handler

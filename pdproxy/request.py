@@ -193,7 +193,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
         return self.held.content
 
 
-class StreamRoute(enum.StrEnum):
+class DecodeRoute(enum.StrEnum):
     """Where a decode leg is sent."""
 
     ENDPOINT = "endpoint"
@@ -237,7 +237,7 @@ class LegForm(msgspec.Struct, frozen=True):
         records: of a stream's journal so far, JSON values joined by commas; empty for a leg that resumes nothing.
     """
 
-    route: StreamRoute = StreamRoute.ENDPOINT
+    route: DecodeRoute = DecodeRoute.ENDPOINT
     adds_usage: bool = False
     records: bytes = b""
 

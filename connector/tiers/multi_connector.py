@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
-from ..admission import Admission, Unchanged
+from ..admission import AdmissionControl, NoAdmissionControl
 from ..decode_reads import Quarantine
 from ..kv_groups import sequence_blocks
 from ..resume_boundary import LocalHits
@@ -86,14 +86,15 @@ class WeightedMultiConnector(MultiConnector):
         self._quarantine = Quarantine()
         sizes = sequence_blocks(vllm_config, kv_cache_config)
         self._local_hits = LocalHits(kv_cache_config)
-        self._admission = Admission(sizes, self._quarantined_blocks, self._local_hits)
+        self._admission = AdmissionControl(sizes, self._quarantined_blocks, self._local_hits)
         sides = (getattr(connector, "connector_scheduler", None) for connector in self.sub_connectors)
         self._sides = [side for side in sides if isinstance(side, ConnectorScheduler)]
         for side in self._sides:
-            side.admission = Unchanged(sizes, self._quarantined_blocks, self._local_hits)
+            side.admission = NoAdmissionControl(sizes, self._quarantined_blocks, self._local_hits)
         self._deadlines = LoadDeadlines(settings.load_deadline, self._quarantine)
         self._rank_loads = RankLoads()
         self._unloaded_blocks: set[int] = set()
+        self._step: KVConnectorMetadata | None = None
         self._overdue: frozenset[str] = frozenset()
         self._idle = False
         self._in_scheduler = role == KVConnectorRole.SCHEDULER
@@ -229,14 +230,14 @@ class WeightedMultiConnector(MultiConnector):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Each child gets its own; ours has the loads that begin and those that are overdue."""
         super().bind_connector_metadata(connector_metadata)
-        self._overdue, self._idle = frozenset(), False
+        self._step, self._overdue, self._idle = connector_metadata, frozenset(), False
         if isinstance(connector_metadata, WeightedMetadata):
             self._rank_loads.start(connector_metadata.loads)
             self._overdue, self._idle = connector_metadata.overdue, connector_metadata.idle
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata | set[str]) -> None:
         """Passed to every child in its own signature, from whichever of the two vLLM's caller has."""
-        notify_preempted(self._children, kv_connector_metadata, self._connector_metadata)
+        notify_preempted(self._children, kv_connector_metadata, self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
         """The children's, with failed blocks as failed requests where vLLM accepts nothing else, and with overdue loads

@@ -103,7 +103,7 @@ def bounded_offer(tokens: int | None, *, base: int, prompt: int) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ChildLoad:
     """A child loads a request's prefix into these blocks, by KV-cache group. Pickled to the workers."""
 
     child: int
@@ -132,10 +132,10 @@ class PendingLoads:
         self._names = tuple(names)
         self._counters = counters
         self._waiting: dict[str, _WaitingRequest] = {}
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, ChildLoad] = {}
         self._given_up: set[str] = set()
         self._ended_requests: set[str] = set()
-        self._new: dict[str, Load] = {}
+        self._new: dict[str, ChildLoad] = {}
 
     def __len__(self) -> int:
         """How many requests have an entry here."""
@@ -170,13 +170,13 @@ class PendingLoads:
         winner = waiting.chosen.child if waiting.chosen is not None and tokens > 0 else None
         self._count(waiting.offers, winner, tokens)
         if winner is not None and waiting.asynchronous:
-            self._loads[request_id] = self._new[request_id] = Load(winner, blocks)
+            self._loads[request_id] = self._new[request_id] = ChildLoad(winner, blocks)
         self._waiting[request_id] = _WaitingRequest(barred=waiting.barred)
         if not waiting.barred:
             del self._waiting[request_id]
         return winner
 
-    def pop_new(self) -> dict[str, Load]:
+    def pop_new(self) -> dict[str, ChildLoad]:
         """Loads that began since the last call, for the workers."""
         new, self._new = self._new, {}
         return new

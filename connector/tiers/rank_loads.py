@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 
 from .children import Child
-from .pending_loads import Load
+from .pending_loads import ChildLoad
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
@@ -37,7 +37,7 @@ class WeightedMetadata(MultiKVConnectorMetadata):
     step computes nothing.
     """
 
-    loads: dict[str, Load] = field(default_factory=dict)
+    loads: dict[str, ChildLoad] = field(default_factory=dict)
     preempted: frozenset[str] = frozenset()
     overdue: frozenset[str] = frozenset()
     idle: bool = False
@@ -72,16 +72,16 @@ class RankLoads:
     """The asynchronous loads on this rank, until they have finished."""
 
     def __init__(self) -> None:
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, ChildLoad] = {}
         self._failed: set[str] = set()
-        self._given_up: dict[str, Load] = {}
+        self._given_up: dict[str, ChildLoad] = {}
         self._stalled: set[str] = set()
         self._drained: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._loads)
 
-    def start(self, loads: Mapping[str, Load]) -> None:
+    def start(self, loads: Mapping[str, ChildLoad]) -> None:
         """These loads begin."""
         self._loads.update(loads)
 

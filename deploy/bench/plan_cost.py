@@ -1,8 +1,8 @@
 """The cost of one plan in a pool of many nodes: ``python -m deploy.bench.plan_cost``.
 
-Each round does what one request does: a snapshot, a plan, a leg on each of the two nodes, and the end of the oldest
-request's legs. With `cache` every prompt is cached on four places of each role, its legs carry their
-tokens, and the paces of half of the nodes are known, and how busy they were. CPU time, the best of several runs.
+Each round does what one request does: the state of the pool, a plan, a leg on each of the two nodes, and the end of
+the oldest request's legs. With `cache` every prompt is cached on four places of each role, its legs carry their tokens,
+and the paces of half of the nodes are known, and how busy they were. CPU time, the best of several runs.
 """
 
 import collections
@@ -43,9 +43,9 @@ def pool_of(nodes: int, slow_start: float = 0.0) -> Pool:
 def requests(pool: Pool, policy: PlanPolicy, needs: Callable[[int], PlanInput]) -> Iterator[None]:
     """One request for each step, without an end."""
     held = collections.deque[tuple[Slot, Slot]]()
-    most = IN_FLIGHT * len(pool.snapshot().nodes) // 2
+    most = IN_FLIGHT * len(pool.state().nodes) // 2
     for turn in itertools.count():
-        chosen = plan(pool.snapshot(), needs(turn), policy, turn)
+        chosen = plan(pool.state(), needs(turn), policy, turn)
         assert chosen.prefill is not None
         queued = chosen.computed
         prefill = pool.acquire(chosen.prefill.name, LegLoad(chosen.prefill_rank, queued) if queued else NO_LOAD)
@@ -78,7 +78,7 @@ class CachedPrompts:
     """Requests whose prompts are cached on some places of a pool, of which half were seen to work."""
 
     def __init__(self, pool: Pool) -> None:
-        book, half = pool.load, len(pool.snapshot().nodes) // 2
+        book, half = pool.load, len(pool.state().nodes) // 2
         for number in range(0, half, 2):
             seconds = 0.4 + 0.001 * (number % 7)
             prefill = pool.view(f"prefill-{number}").lightest

@@ -355,7 +355,7 @@ class Simulation:
 
     def _plan(self, prompt: HashedPrompt, session: int | None, hits: PromptHits, turn: NextTurn | None) -> Plan:
         needs = PlanInput(MODEL, session=session, prefix=hits, tokens=prompt.tokens, next_turn=turn)
-        return plan(self.pool.snapshot(), needs, self._policy, next(self._turns))
+        return plan(self.pool.state(), needs, self._policy, next(self._turns))
 
 
 def _published(fleet: Fleet) -> dict[str, Any]:

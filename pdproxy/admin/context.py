@@ -14,7 +14,7 @@ from pdproxy.nodes.cohorts import Cohorts
 from pdproxy.nodes.demand import Advice
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.hand_over_verdict import HandOverVerdict, verdict
-from pdproxy.nodes.node import SERVING, Role, Snapshot
+from pdproxy.nodes.node import SERVING, PoolState, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.in_flight import InFlightRequests
@@ -67,7 +67,7 @@ class AdminContext:
     @property
     def hand_overs(self) -> HandOverVerdict:
         """Whether prompts are handed over."""
-        return verdict(self.pool.snapshot(), self.pool.hand_overs.recent(self.clock.now()))
+        return verdict(self.pool.state(), self.pool.hand_overs.recent(self.clock.now()))
 
 
 class Readiness(enum.StrEnum):
@@ -88,15 +88,15 @@ def readiness(context: AdminContext) -> Readiness:
     """Whether the pool can serve requests now."""
     if context.leaving.is_set():
         return Readiness.LEAVING
-    snapshot = context.pool.snapshot()
-    if not _serving(snapshot, Role.DECODE):
-        last_resort = context.on_no_decode is OnNoDecode.PREFILL and _serving(snapshot, Role.PREFILL)
+    pool_state = context.pool.state()
+    if not _serving(pool_state, Role.DECODE):
+        last_resort = context.on_no_decode is OnNoDecode.PREFILL and _serving(pool_state, Role.PREFILL)
         return Readiness.READY if last_resort else Readiness.NO_DECODE
-    if context.on_prefill_failure is OnPrefillFailure.FAIL and not _serving(snapshot, Role.PREFILL):
+    if context.on_prefill_failure is OnPrefillFailure.FAIL and not _serving(pool_state, Role.PREFILL):
         return Readiness.NO_PREFILL
     return Readiness.DEGRADED if context.hand_overs.why else Readiness.READY
 
 
-def _serving(snapshot: Snapshot, role: Role) -> bool:
+def _serving(pool_state: PoolState, role: Role) -> bool:
     """Whether a node of the role takes requests; a node that is being probed takes one at a time."""
-    return any(role in view.node.roles and view.state in SERVING for view in snapshot.nodes)
+    return any(role in view.node.roles and view.state in SERVING for view in pool_state.nodes)

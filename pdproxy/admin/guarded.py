@@ -47,7 +47,7 @@ def open_routes(context: AdminContext) -> APIRouter:
     @routes.get("/prometheus/targets")
     async def targets() -> list[dict[str, object]]:
         """Where the nodes' own metrics are, whatever their state."""
-        return [target for view in context.pool.snapshot().nodes for target in scrape_targets(view.node)]
+        return [target for view in context.pool.state().nodes for target in scrape_targets(view.node)]
 
     return routes
 

@@ -37,7 +37,7 @@ class Cause(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Hit:
+class Impact:
     """Whom it hits, in the last `WINDOW`.
 
     Attributes:
@@ -82,7 +82,7 @@ class Incident:
     now: Sequence[Finding]
     earlier: Sequence[Finding]
     since: float | None
-    hit: Hit
+    hit: Impact
     hand_overs: str = ""
 
 
@@ -255,12 +255,12 @@ def _first(events: Iterable[LegFault | BadEnd], now: float) -> float:
     return began if now - last <= WINDOW else math.inf
 
 
-def _hit(seen: Seen) -> Hit:
+def _hit(seen: Seen) -> Impact:
     """Counts are those of whole minutes: exact enough where of a flood not every end is kept."""
     recent, bad = seen.recent, seen.bad()
     counts, dropped = recent.counts(seen.now - WINDOW), len(recent.bad) == recent.bad.maxlen
     outcomes = counts if dropped else collections.Counter(end.outcome for end in bad)
-    return Hit(
+    return Impact(
         requests=max(counts.total(), len(bad)),
         failed=outcomes[Outcome.FAILED],
         rejected=outcomes[Outcome.REJECTED],

@@ -17,7 +17,7 @@ HERE = "{here}"
 """Stands in commands for the address of the operators' port, which the browser knows."""
 
 
-class Section(enum.StrEnum):
+class PageSection(enum.StrEnum):
     """Sections of `PAGE`: its headings, as links name them."""
 
     A_NODE_IS_DOWN = "a-node-is-down"
@@ -46,7 +46,7 @@ class NextStep:
 
     what: str
     command: str
-    section: Section
+    section: PageSection
 
     @property
     def docs(self) -> str:
@@ -62,11 +62,11 @@ def next_step(seen: Seen, incident: Incident) -> NextStep | None:
             return None if going is None else _of_view(going)
         case Cause.HAND_OVERS:
             text = "Ask every node why it hands nothing over:"
-            return NextStep(text, "pdproxy check", Section.NOTHING_IS_HANDED_OVER)
+            return NextStep(text, "pdproxy check", PageSection.NOTHING_IS_HANDED_OVER)
         case Cause.LOAD:
             text = "See which limit turns requests away, and whose:"
             command = f"curl -sS {HERE}/metrics | grep '^pdproxy.*rejected_total.* [1-9]'"
-            return NextStep(text, command, Section.REQUESTS_ARE_TURNED_AWAY)
+            return NextStep(text, command, PageSection.REQUESTS_ARE_TURNED_AWAY)
         case Cause.PROXY:
             return _of_proxy(seen)
         case Cause.NODE:
@@ -77,12 +77,12 @@ def _of_proxy(seen: Seen) -> NextStep:
     if silent_roles(seen):
         view = next(view for view in seen.nodes if view.silent)
         text = "Ask a node from the proxy's host, then from another host. If only the other host is answered, it is us:"
-        return NextStep(text, _ask(view), Section.NOTHING_COMES_BACK_FROM_ANY_NODE)
+        return NextStep(text, _ask(view), PageSection.NOTHING_COMES_BACK_FROM_ANY_NODE)
     if seen.not_ready and not seen.nodes:
         text = "This proxy knows no node. See which it was given:"
-        return NextStep(text, f"curl -sS {HERE}/nodes", Section.THIS_PROXY_KNOWS_NO_NODE)
+        return NextStep(text, f"curl -sS {HERE}/nodes", PageSection.THIS_PROXY_KNOWS_NO_NODE)
     text = "Search the proxy's log (here as pdproxy.log) for the requests that failed:"
-    return NextStep(text, "grep 'level=warning' pdproxy.log", Section.REQUESTS_FAIL_THOUGH_NO_NODE_DID)
+    return NextStep(text, "grep 'level=warning' pdproxy.log", PageSection.REQUESTS_FAIL_THOUGH_NO_NODE_DID)
 
 
 def _of_node(seen: Seen, incident: Incident) -> NextStep:
@@ -90,7 +90,7 @@ def _of_node(seen: Seen, incident: Incident) -> NextStep:
     view = next((view for view in seen.nodes if view.name == first), None)
     if view is None:
         text = f"{first} has left. See which nodes are here:"
-        return NextStep(text, f"curl -sS {HERE}/nodes", Section.A_NODE_HAS_LEFT)
+        return NextStep(text, f"curl -sS {HERE}/nodes", PageSection.A_NODE_HAS_LEFT)
     return _of_view(view)
 
 
@@ -99,34 +99,34 @@ def _of_view(view: NodeView) -> NextStep:
     match view.state:
         case State.REFUSED:
             text = f"{name} has a setting that cannot work with the others. See which:"
-            return NextStep(text, "pdproxy check", Section.A_NODE_IS_REFUSED)
+            return NextStep(text, "pdproxy check", PageSection.A_NODE_IS_REFUSED)
         case State.DRAINING:
             text = f"{name} takes no new requests. If it is to serve again:"
             command = f"curl -sS -X POST {HERE}/nodes/{shlex.quote(name)}/rejoin"
-            return NextStep(text, command, Section.A_NODE_GOES_AWAY)
+            return NextStep(text, command, PageSection.A_NODE_GOES_AWAY)
         case State.TERMINATING:
             text = f"{name} goes away with its pod. See whether the node that follows it joins:"
-            return NextStep(text, f"curl -sS {HERE}/nodes", Section.A_NODE_GOES_AWAY)
+            return NextStep(text, f"curl -sS {HERE}/nodes", PageSection.A_NODE_GOES_AWAY)
         case State.UP:
             text = f"{name} still gets requests. See whether its engine works:"
             command = f"{_ask(view, '/metrics')} | grep vllm:num_requests"
-            return NextStep(text, command, Section.LEGS_FAIL_ON_A_NODE)
+            return NextStep(text, command, PageSection.LEGS_FAIL_ON_A_NODE)
         case _ if view.silent:
             text = (
                 f"Ask {name} from the proxy's host. If nothing comes back, it is frozen, or its host or network gone:"
             )
-            return NextStep(text, _ask(view), Section.A_NODE_IS_SILENT)
+            return NextStep(text, _ask(view), PageSection.A_NODE_IS_SILENT)
         case State.JOINING:
             text = (
                 f"Ask {name} from the proxy's host. If the connection is refused, no process listens there: start it,"
                 " or correct its address:"
             )
-            return NextStep(text, _ask(view), Section.A_NODE_DOES_NOT_JOIN)
+            return NextStep(text, _ask(view), PageSection.A_NODE_DOES_NOT_JOIN)
         case _:
             text = (
                 f"Ask {name} from the proxy's host. If the connection is refused, no process listens there: start it."
             )
-            return NextStep(text, _ask(view), Section.A_NODE_IS_DOWN)
+            return NextStep(text, _ask(view), PageSection.A_NODE_IS_DOWN)
 
 
 def _ask(view: NodeView, path: str = "/health") -> str:

@@ -109,13 +109,13 @@ def node_routes(context: AdminContext) -> APIRouter:
         return {**status(view, bars, context.caches(name)), "prefix_cache": dataclasses.asdict(report)}
 
     def shown(name: str) -> Status:
-        first = first_of_cohorts(view.node for view in pool.snapshot().nodes)
+        first = first_of_cohorts(view.node for view in pool.state().nodes)
         return with_cache(pool.view(name), pool.bars, first)
 
     @routes.get("/nodes")
     async def list_nodes() -> dict[str, object]:
         """Every node as it stands, their cohorts, and what waits for room on them."""
-        now = pool.snapshot()
+        now = pool.state()
         first = first_of_cohorts(view.node for view in now.nodes)
         nodes = [with_cache(view, now.bars, first) for view in now.nodes]
         cohorts = [dataclasses.asdict(cohort) for cohort in context.cohorts.report()]
@@ -142,7 +142,7 @@ def _change_routes(routes: APIRouter, context: AdminContext, shown: Callable[[st
     async def add_node(new: NewNode) -> Status:
         """Add a node; it serves once its preflight is passed."""
         node = new.node()
-        there = next((view.name for view in pool.snapshot().nodes if view.node.url == node.url), None)
+        there = next((view.name for view in pool.state().nodes if view.node.url == node.url), None)
         if there is not None:
             raise DuplicateNode(there)  # one server is one node, whatever its roles
         pool.add(node)

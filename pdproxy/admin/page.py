@@ -16,7 +16,7 @@ from pdproxy.admin.incident import incident
 from pdproxy.admin.next_step import next_step
 from pdproxy.admin.nodes import status
 from pdproxy.admin.seen import Seen
-from pdproxy.nodes.node import Snapshot
+from pdproxy.nodes.node import PoolState
 from pdproxy.observe.labels import Phase
 from pdproxy.orchestration.in_flight import LegFailure
 from pdproxy.orchestration.request_record import AnswerRecord
@@ -62,7 +62,7 @@ def state_route(context: AdminContext) -> APIRouter:
 
 
 def _state(context: AdminContext) -> dict[str, object]:
-    now, pool, live = context.clock.now(), context.pool.snapshot(), context.live
+    now, pool, live = context.clock.now(), context.pool.state(), context.live
     return {
         "version": __version__,
         # Seconds since 1970 by this host's clock, as in the log: the browser's may differ.
@@ -81,7 +81,7 @@ def _state(context: AdminContext) -> dict[str, object]:
     }
 
 
-def _incident(context: AdminContext, now: float, pool: Snapshot) -> Mapping[str, object]:
+def _incident(context: AdminContext, now: float, pool: PoolState) -> Mapping[str, object]:
     ready = readiness(context)
     seen = Seen(
         now,

@@ -22,7 +22,7 @@ from pdproxy.app.ticket_check import ticket_lines
 from pdproxy.clock import SystemClock
 from pdproxy.credential import Secret, read_secret
 from pdproxy.errors import NodeFault
-from pdproxy.nodes.discovery.source import DiscoveryError, Source, one_for_each_url
+from pdproxy.nodes.discovery.source import DiscoveryError, NodeSource, one_for_each_url
 from pdproxy.nodes.node import Capacity, Node
 from pdproxy.nodes.node_info import NodeInfo
 from pdproxy.nodes.preflight import CheckRow, Preflight, cause, check_nodes, is_unreachable, symptom
@@ -86,7 +86,7 @@ async def inspect(settings: Settings, host: HostEnvironment) -> Report:
     return Report(rows, [why for _, why in listed if why], hand_overs, caches)
 
 
-async def _list(source: Source) -> tuple[tuple[Node, ...], str]:
+async def _list(source: NodeSource) -> tuple[tuple[Node, ...], str]:
     """The nodes of a source, or why there are none."""
     try:
         async with asyncio.timeout(LIST_SECONDS):

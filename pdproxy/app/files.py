@@ -21,7 +21,7 @@ Digests = tuple[bytes | None, ...]
 
 
 @dataclasses.dataclass(slots=True)
-class _Watched:
+class _WatchedFiles:
     """Files that belong together: a certificate and its key.
 
     ``load`` reads them and puts what they hold to use; it raises `SettingsError`, and changes nothing then.
@@ -44,7 +44,7 @@ class FileWatcher:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._watched: list[_Watched] = []
+        self._watched: list[_WatchedFiles] = []
 
     def add(self, setting: WatchedSetting, paths: Sequence[Path | None], load: Callable[[], None]) -> None:
         """Load the files of a setting now, and again whenever they change; a setting without files is loaded once.
@@ -56,7 +56,7 @@ class FileWatcher:
         digests = _digests(files)  # before they are read: a change between the two is then seen as one
         load()
         if files:
-            self._watched.append(_Watched(setting, files, load, digests, digests))
+            self._watched.append(_WatchedFiles(setting, files, load, digests, digests))
             self._metrics.file_watched(setting)
 
     async def look(self) -> None:
@@ -67,7 +67,7 @@ class FileWatcher:
                 each.seen = digests
                 self._take(each)
 
-    def _take(self, changed: _Watched) -> None:
+    def _take(self, changed: _WatchedFiles) -> None:
         """Use what the files hold now, or keep what they held before."""
         try:
             changed.load()

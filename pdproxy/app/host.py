@@ -15,7 +15,7 @@ from pdproxy.credential import Secret, read_secret
 from pdproxy.errors import SettingsError
 from pdproxy.intake.auth import ApiKeys, read_keys
 from pdproxy.nodes.discovery.dns import DnsSource, Resolver, SystemResolver
-from pdproxy.nodes.discovery.source import Source, Template
+from pdproxy.nodes.discovery.source import NodeSource, Template
 from pdproxy.nodes.node import BOTH, DECODE, PREFILL, Roles
 from pdproxy.observe.labels import WatchedSetting
 from pdproxy.observe.metrics import Metrics
@@ -91,14 +91,14 @@ class Sources:
         self._clock = clock
         self._host = host
         self._watching: list[KubernetesSource] = []
-        self.all: tuple[Source, ...] = tuple(self._sources())
+        self.all: tuple[NodeSource, ...] = tuple(self._sources())
 
     async def aclose(self) -> None:
         """Close the connections to the API server. Not before the sources are no longer watched."""
         for source in self._watching:
             await source.aclose()
 
-    def _sources(self) -> Iterable[Source]:
+    def _sources(self) -> Iterable[NodeSource]:
         settings = self._discovery
         kinds = {PREFILL: settings.prefill, DECODE: settings.decode, BOTH: settings.node}
         in_file = frozenset(role for roles, kind in kinds.items() if kind is DiscoveryKind.FILE for role in roles)

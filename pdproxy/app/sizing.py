@@ -19,7 +19,7 @@ class SizingWatch:
     def look(self) -> None:
         """Note what runs and waits, and set the metrics of the advice that follows. Call it `EVERY` few seconds."""
         context = self._context
-        decodes = [view for view in context.pool.snapshot().nodes if Role.DECODE in view.node.roles]
+        decodes = [view for view in context.pool.state().nodes if Role.DECODE in view.node.roles]
         caches = sum(view.node.capacity.part_taken(*view.footprint) for view in decodes if view.node.capacity)
         waiting = context.queue.status().waiting
         self._demand.observed(context.clock.now(), sum(view.legs(Role.DECODE) for view in decodes), waiting, caches)

@@ -12,7 +12,7 @@ from pdproxy.background import Background
 from pdproxy.clock import Clock
 from pdproxy.events.places import PlaceCaches, SchemeIndex
 from pdproxy.events.prompt_hashes import MOST_TOKENS, HashFinder, Ids, PromptHashes
-from pdproxy.events.token_ids import Waits
+from pdproxy.events.token_ids import Waiting
 from pdproxy.legs.outline import BYTES_PER_TOKEN
 from pdproxy.nodes.node import Node, NodeView, Role
 from pdproxy.nodes.pool import Pool
@@ -106,7 +106,7 @@ class EventPrefixSource:
 
     def _stored(self) -> Iterator[tuple[Place, int, int]]:
         """Each place whose events are read, with the blocks that it has stored and the most that it can hold."""
-        for view in self._pool.snapshot().nodes:
+        for view in self._pool.state().nodes:
             node = view.node
             if node.capacity is not None and node.block_size:
                 most = node.capacity.tokens // node.block_size // node.ranks
@@ -121,7 +121,7 @@ class EventPrefixSource:
             self._metrics.looked_up(LookUp.GIVEN if found.ids is Ids.GIVEN else by)
             return found
         self._metrics.looked_up(LookUp.ASKED)
-        exact = await self._finder.ask(sub_request, candidates.schemes, candidates.render, Waits.PLAN)
+        exact = await self._finder.ask(sub_request, candidates.schemes, candidates.render, Waiting.PLAN)
         if exact is None:
             return dataclasses.replace(found, ids=Ids.NONE)
         self._learn(found, exact, candidates)
@@ -133,7 +133,7 @@ class EventPrefixSource:
         candidates = self._candidates(sub_request)
         if candidates is None or sub_request.held.dropped:
             return
-        exact = await self._finder.ask(sub_request, candidates.schemes, candidates.render, Waits.NOTHING)
+        exact = await self._finder.ask(sub_request, candidates.schemes, candidates.render, Waiting.NOTHING)
         if exact is None or prompt.plan is None:
             return
         self._learn(prompt.found, exact, candidates, prompt.plan.prefill or prompt.plan.decode)
@@ -183,7 +183,7 @@ class EventPrefixSource:
         if self._caches.empty:
             return None
         model = sub_request.request.model
-        served = self._pool.snapshot().served(model)
+        served = self._pool.state().served(model)
         by_role = {role: served.all.of(role) for role in Role}
         if served.alone:
             return None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pdproxy.events.places import SchemeIndex
-from pdproxy.events.token_ids import TokenIds, Waits, given_ids, tokenize_body
+from pdproxy.events.token_ids import TokenIds, Waiting, given_ids, tokenize_body
 from pdproxy.nodes.load import Load, Work
 from pdproxy.nodes.node import Node
 from pdproxy.planning.block_hashes import PLAIN, HashScheme, PromptExtras
@@ -108,7 +108,7 @@ class HashFinder:
         return self._token_ids.pays(cached * self._load.pace(Work.PREFILL).per_token)
 
     async def ask(
-        self, sub_request: SubRequest, schemes: Sequence[SchemeIndex], node: Node, waits: Waits
+        self, sub_request: SubRequest, schemes: Sequence[SchemeIndex], node: Node, waits: Waiting
     ) -> PromptHashes | None:
         """All of it, from a node; None where that does not tell it in time. It is remembered for later prompts."""
         question, extras = tokenize_body(sub_request), _extras(sub_request.body)

@@ -14,7 +14,7 @@ from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import NodeFault
 from pdproxy.events.places import PlaceCaches, scheme_of
 from pdproxy.events.sources import EventSource, read_sources
-from pdproxy.events.subscription import WAITS, Subscription, Waits
+from pdproxy.events.subscription import WAITS, Subscription, SubscriptionTimeouts
 from pdproxy.nodes.node import Node, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import exchange
@@ -47,7 +47,7 @@ class EventSubscriber:
         clock: Clock,
         metrics: EventMetrics,
         headers: OwnHeaders = no_headers,
-        waits: Waits = WAITS,
+        waits: SubscriptionTimeouts = WAITS,
     ) -> None:
         self._pool = pool
         self._transport = transport
@@ -69,7 +69,7 @@ class EventSubscriber:
 
     async def _keep_up(self) -> None:
         """One task for each node that is to be followed, as the pool has it now."""
-        nodes = {view.node.name: view.node for view in self._pool.snapshot().nodes if view.state in _FOLLOWED}
+        nodes = {view.node.name: view.node for view in self._pool.state().nodes if view.state in _FOLLOWED}
         # A node that was admitted again is another object: it may have restarted, with other ports.
         following = self._following.items()
         outdated = [name for name, (node, task) in following if nodes.get(name) is not node or _failed(task)]

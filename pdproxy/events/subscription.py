@@ -26,7 +26,7 @@ LONGEST_BATCH = 32 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Waits:
+class SubscriptionTimeouts:
     """Seconds.
 
     Attributes:
@@ -43,7 +43,7 @@ class Waits:
     check: float = 15.0
 
 
-WAITS = Waits()
+WAITS = SubscriptionTimeouts()
 
 
 class Subscription:
@@ -54,7 +54,7 @@ class Subscription:
         source: EventSource,
         feed: PlaceFeed,
         metrics: EventMetrics,
-        waits: Waits = WAITS,
+        waits: SubscriptionTimeouts = WAITS,
         longest: int = LONGEST_BATCH,
     ) -> None:
         self._source = source

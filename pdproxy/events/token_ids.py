@@ -92,7 +92,7 @@ def _template_arguments(body: Json) -> dict[str, object]:
     return arguments | added
 
 
-class Waits(enum.Enum):
+class Waiting(enum.Enum):
     """Who waits for a prompt's token ids."""
 
     PLAN = enum.auto()
@@ -115,7 +115,7 @@ class TokenIds:
         self._transport = transport
         self._clock = clock
         self._metrics = metrics
-        self._seconds = {Waits.PLAN: seconds, Waits.NOTHING: max(seconds, BEHIND_SECONDS)}
+        self._seconds = {Waiting.PLAN: seconds, Waiting.NOTHING: max(seconds, BEHIND_SECONDS)}
         self._headers = headers
         self._asking = 0
         self._takes = 0.0
@@ -125,11 +125,11 @@ class TokenIds:
 
     def pays(self, saved: float) -> bool:
         """Whether a plan should wait for ids that are expected to save its request so many seconds."""
-        return self._takes < saved and self._takes < self._seconds[Waits.PLAN]
+        return self._takes < saved and self._takes < self._seconds[Waiting.PLAN]
 
-    async def of(self, question: Json, node: Node, waits: Waits = Waits.PLAN) -> Sequence[int] | None:
+    async def of(self, question: Json, node: Node, waits: Waiting = Waiting.PLAN) -> Sequence[int] | None:
         """The ids of a prompt; None where they cannot be had in time. ``question``: see `tokenize_body`."""
-        now, most = self._clock.now(), MOST_AT_ONCE if waits is Waits.PLAN else MOST_AT_ONCE // 2
+        now, most = self._clock.now(), MOST_AT_ONCE if waits is Waiting.PLAN else MOST_AT_ONCE // 2
         if self._asking >= most or self._shut_until.get(node.name, now) > now:
             self._metrics.token_ids(IdsOutcome.BUSY)
             return None

@@ -189,7 +189,7 @@ class RequestHandler:
             endpoint=endpoint,
             held=HeldBody(body, admitted.reservation.close),
             headers=self._node_headers(exchange),
-            model=model or only_model(self.pool.snapshot()),
+            model=model or only_model(self.pool.state()),
             stream=bool(fields.get("stream")),
             priority=priority_of(exchange.fields, fields.get("priority", 0)),
             arrived=arrived,
@@ -344,4 +344,4 @@ class ApiApp:
         if not routes.is_of_models(exchange.path):
             return None
         self._handler.keys.api_key(exchange.fields)
-        return routes.models_document(exchange.path, self._handler.pool.snapshot())
+        return routes.models_document(exchange.path, self._handler.pool.state())

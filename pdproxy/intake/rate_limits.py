@@ -50,7 +50,7 @@ class TokenBucket:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)  # equal is the same: keys of dicts, hashed by identity
-class _Kind:
+class _RateKind:
     """One of the limits: its field, why requests are refused by it, and what it counts, in the words of OpenAI."""
 
     field: str
@@ -59,12 +59,12 @@ class _Kind:
     text: str
 
 
-REQUESTS = _Kind("requests_per_minute", Rejection.REQUEST_RATE, "requests", "requests per minute")
-INPUT = _Kind("input_tokens_per_minute", Rejection.INPUT_RATE, "tokens", "input tokens per minute")
-OUTPUT = _Kind("output_tokens_per_minute", Rejection.OUTPUT_RATE, "tokens", "output tokens per minute")
+REQUESTS = _RateKind("requests_per_minute", Rejection.REQUEST_RATE, "requests", "requests per minute")
+INPUT = _RateKind("input_tokens_per_minute", Rejection.INPUT_RATE, "tokens", "input tokens per minute")
+OUTPUT = _RateKind("output_tokens_per_minute", Rejection.OUTPUT_RATE, "tokens", "output tokens per minute")
 _KINDS = (REQUESTS, INPUT, OUTPUT)
 
-Buckets = dict[_Kind, TokenBucket]
+Buckets = dict[_RateKind, TokenBucket]
 """The buckets of one key, for the limits that it has."""
 
 
@@ -153,7 +153,7 @@ class RateCharge:
         each = (("requests", requests), ("tokens", tightest))
         return tuple(pair for counts, buckets in each for bucket in buckets for pair in _headers(counts, bucket, now))
 
-    def _require(self, wanted: dict[_Kind, int]) -> None:
+    def _require(self, wanted: dict[_RateKind, int]) -> None:
         now = self._clock.now()
         bounded = [(kind, self._buckets[kind]) for kind in wanted if kind in self._buckets]
         waits = [(bucket.seconds_until(wanted[kind], now), kind) for kind, bucket in bounded]
@@ -161,7 +161,7 @@ class RateCharge:
         if seconds > 0:
             raise self._refused(kind, wanted[kind], seconds)
 
-    def _refused(self, kind: _Kind, wanted: int, seconds: float) -> ClientError:
+    def _refused(self, kind: _RateKind, wanted: int, seconds: float) -> ClientError:
         self._metrics.rejected(kind.reason, self._key)
         bucket = self._buckets[kind]
         left, wait = max(0, math.floor(bucket.level(self._clock.now()))), math.ceil(seconds)
@@ -170,7 +170,7 @@ class RateCharge:
         headers = (("retry-after", str(wait)), *self.headers())
         return ClientError(429, text, kind=kind.counts, code="rate_limit_exceeded", headers=headers)
 
-    def _take(self, amounts: dict[_Kind, int]) -> None:
+    def _take(self, amounts: dict[_RateKind, int]) -> None:
         now = self._clock.now()
         for kind, amount in amounts.items():
             if kind in self._buckets:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pdproxy import __version__
 from pdproxy.errors import ClientError
 from pdproxy.legs.form import FORM
-from pdproxy.nodes.node import Role, Snapshot, State
+from pdproxy.nodes.node import PoolState, Role, State
 from pdproxy.request import Endpoint, Fields, Json, media_type, write_json
 from pdproxy.settings.types import MetricsPort
 
@@ -96,9 +96,9 @@ def is_of_models(path: str) -> bool:
     return path == _MODELS or path.startswith(f"{_MODELS}/")
 
 
-def models_document(path: str, snapshot: Snapshot) -> bytes:
+def models_document(path: str, pool_state: PoolState) -> bytes:
     """All models, or the one that the path names, JSON; a `ClientError` 404 where there is none of this name."""
-    cards = model_cards(snapshot)
+    cards = model_cards(pool_state)
     if path == _MODELS:
         return write_json({"object": "list", "data": list(cards.values())})
     name = urllib.parse.unquote(path.removeprefix(f"{_MODELS}/"))
@@ -108,12 +108,12 @@ def models_document(path: str, snapshot: Snapshot) -> bytes:
     return write_json(cards[name])
 
 
-def model_cards(snapshot: Snapshot) -> dict[str, Json]:
+def model_cards(pool_state: PoolState) -> dict[str, Json]:
     """The models of the decode nodes by name, adapters included: the cards are the first node's that has one.
 
     The longest sequence is the shortest that any node allows, for any of them may get the request.
     """
-    nodes = [view.node for view in snapshot.nodes if Role.DECODE in view.node.roles and view.state in _LISTED]
+    nodes = [view.node for view in pool_state.nodes if Role.DECODE in view.node.roles and view.state in _LISTED]
     names = dict.fromkeys(name for node in nodes for name in (node.model, *node.aliases) if name)
     return {name: _merged_card(name, [node.cards[name] for node in nodes if name in node.cards]) for name in names}
 

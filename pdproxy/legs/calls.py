@@ -14,7 +14,7 @@ from pdproxy.legs.rewrite import release_body, resume_body
 from pdproxy.nodes.node import Node
 from pdproxy.observe.tracing import LegSpan
 from pdproxy.raw_json import LIST, SMALL, first_byte, kind_of_items
-from pdproxy.request import Endpoint, Headers, Json, LegForm, StreamRoute, header, media_type, read_json, write_json
+from pdproxy.request import DecodeRoute, Endpoint, Headers, Json, LegForm, header, media_type, read_json, write_json
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts, Transport, read_to_end
 from pdproxy.usage import CacheUse, read_usage, written_tokens
 
@@ -138,7 +138,7 @@ async def decode(
         NodeFault: any fault up to the head; INVALID_BODY where a stream was asked for and something else came.
     """
     raw = write_json(body)
-    if form.route is StreamRoute.JOURNALED:
+    if form.route is DecodeRoute.JOURNALED:
         response = await _open_journaled(transport, node, endpoint, raw, headers, timeouts, form.records, span)
     else:
         response = await _post(transport, node, endpoint, raw, headers, timeouts, span)

@@ -43,7 +43,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class _Kind:
+class _FieldType:
     """How the values of a field are read.
 
     Values of the types in ``plain`` need no conversion; of whole numbers, those from ``least`` to ``most``.
@@ -58,28 +58,28 @@ class _Kind:
         self.most = most
 
 
-def _at_least(least: int) -> tuple[_Kind, _Kind]:
+def _at_least(least: int) -> tuple[_FieldType, _FieldType]:
     """A whole number; and one that may be null."""
     number = Annotated[int, Field(ge=least)]
-    return _Kind(number, int, least=least), _Kind(number | None, int, type(None), least=least)
+    return _FieldType(number, int, least=least), _FieldType(number | None, int, type(None), least=least)
 
 
 _Int64: TypeAlias = Annotated[int, Field(ge=-_LARGEST - 1, le=_LARGEST)]
-_NUMBER = _Kind(int, int)
-_NUMBER_OR_NONE = _Kind(int | None, int, type(None))
-_INT64 = _Kind(_Int64, int, least=-_LARGEST - 1, most=_LARGEST)
-_INT64_OR_NONE = _Kind(_Int64 | None, int, type(None), least=-_LARGEST - 1, most=_LARGEST)
+_NUMBER = _FieldType(int, int)
+_NUMBER_OR_NONE = _FieldType(int | None, int, type(None))
+_INT64 = _FieldType(_Int64, int, least=-_LARGEST - 1, most=_LARGEST)
+_INT64_OR_NONE = _FieldType(_Int64 | None, int, type(None), least=-_LARGEST - 1, most=_LARGEST)
 _LIMIT, _LIMIT_OR_NONE = _at_least(0)
 _CHOICES, _CHOICES_OR_NONE = _at_least(1)
-_FLAG = _Kind(bool, bool)
-_FLAG_OR_NONE = _Kind(bool | None, bool, type(None))
-_FLOAT_OR_NONE = _Kind(float | None, float, int, type(None))
+_FLAG = _FieldType(bool, bool)
+_FLAG_OR_NONE = _FieldType(bool | None, bool, type(None))
+_FLOAT_OR_NONE = _FieldType(float | None, float, int, type(None))
 _ANSWER = {"stream": _FLAG_OR_NONE}
 _SAMPLED = {
     **_ANSWER,
     "max_tokens": _LIMIT_OR_NONE,
     "min_tokens": _NUMBER,
-    "stream_options": _Kind(StreamOptions | None, type(None)),
+    "stream_options": _FieldType(StreamOptions | None, type(None)),
     "priority": _INT64,
     "seed": _INT64_OR_NONE,
     "truncate_prompt_tokens": _INT64_OR_NONE,
@@ -91,7 +91,7 @@ _SAMPLED = {
     "watermarking": _FLAG_OR_NONE,
     "return_token_ids": _FLAG_OR_NONE,
 }
-FIELDS: Mapping[Endpoint, Mapping[str, _Kind]] = {
+FIELDS: Mapping[Endpoint, Mapping[str, _FieldType]] = {
     Endpoint.COMPLETIONS: {**_SAMPLED, "n": _CHOICES, "echo": _FLAG_OR_NONE},
     Endpoint.CHAT: {**_SAMPLED, "n": _CHOICES_OR_NONE, "echo": _FLAG, "max_completion_tokens": _LIMIT_OR_NONE},
     Endpoint.MESSAGES: {**_ANSWER, "max_tokens": _LIMIT},
@@ -122,14 +122,14 @@ def read_field(endpoint: Endpoint, body: Json, name: str) -> Any:
     return None if kind is None else _read(kind, name, body[name])
 
 
-def _read(kind: _Kind, name: str, value: object) -> object:
+def _read(kind: _FieldType, name: str, value: object) -> object:
     read = value_of(value)
     of = type(read)  # most values are what they should be: no conversion for these, on the way of every request
     plain = of in kind.plain and (of is not int or kind.least <= read <= kind.most)  # type: ignore[operator]
     return read if plain else _converted(kind, name, read)
 
 
-def _converted(kind: _Kind, name: str, value: object) -> object:
+def _converted(kind: _FieldType, name: str, value: object) -> object:
     try:
         return kind.convert(_decoded(name, value) if isinstance(value, msgspec.Raw) else value)
     except (ValidationError, ValueError, RecursionError) as error:

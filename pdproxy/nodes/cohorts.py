@@ -7,7 +7,7 @@ first can be spared once the second is complete: both roles serve, and passed th
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, PoolState, Role, State
 from pdproxy.nodes.pool import Pool
 
 UNKNOWN_NODE = "this proxy knows no such node"
@@ -60,7 +60,7 @@ class Cohorts:
 
     def report(self) -> tuple[CohortStatus, ...]:
         """All of them, in the order of joining of their first nodes."""
-        now, recent = self._pool.snapshot(), self._pool.traffic.recent()
+        now, recent = self._pool.state(), self._pool.traffic.recent()
         everything = recent.total()
         groups: dict[str, list[NodeView]] = {}
         for view in now.nodes:
@@ -80,24 +80,24 @@ class Cohorts:
 
     def is_needed(self, name: str) -> bool:
         """Whether a node that goes away had better wait; False for one that is not there."""
-        now = self._pool.snapshot()
+        now = self._pool.state()
         return any(view.name == name and not self._may_leave(view, now).leave for view in now.nodes)
 
     def may_leave(self, host: str, port: int) -> Answer:
         """Whether the node at this address may go: nothing that serves would be missing then, or nothing that could
         follow it is on its way."""
-        address, now = f"//{_bracketed(host)}:{port}", self._pool.snapshot()
+        address, now = f"//{_bracketed(host)}:{port}", self._pool.state()
         answers = [self._may_leave(view, now) for view in now.nodes if view.node.url.endswith(address)]
         return min(answers, key=lambda answer: answer.leave, default=self._may_stranger_leave(now))
 
-    def _may_stranger_leave(self, now: Snapshot) -> Answer:
+    def _may_stranger_leave(self, now: PoolState) -> Answer:
         """A proxy that has just started does not know yet who stays, nor nodes that were going away by then."""
         joining = any(view.state is State.JOINING for view in now.nodes)
         if joining and not self._makes_pair(_staying(now.nodes), now.bars):
             return Answer(False, f"{UNKNOWN_NODE}, and no pair yet")
         return Answer(True, UNKNOWN_NODE)
 
-    def _may_leave(self, leaving: NodeView, now: Snapshot) -> Answer:
+    def _may_leave(self, leaving: NodeView, now: PoolState) -> Answer:
         node = leaving.node
         if leaving.state not in SERVING:
             return Answer(True, f"it serves nothing: {leaving.state}")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from pdproxy.nodes.hand_overs import RECENT, Used
-from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, PoolState, Role, State
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class HandOverVerdict:
         return f"Computed twice: the prompts of {told}"
 
 
-def verdict(now: Snapshot, used: Used) -> HandOverVerdict:
+def verdict(now: PoolState, used: Used) -> HandOverVerdict:
     """By the nodes as they stand, and what became of the last tickets."""
     prefills, decodes = ([view for view in now.nodes if _serves(view.state, view.node, role)] for role in Role)
     why = [*_refused(now), *_barred(now.bars, [*prefills, *decodes])]
@@ -67,7 +67,7 @@ def verdict(now: Snapshot, used: Used) -> HandOverVerdict:
     return HandOverVerdict(tuple(began), bool(why and decodes and not works), used, _missing(now), known)
 
 
-def _missing(now: Snapshot) -> Role | None:
+def _missing(now: PoolState) -> Role | None:
     known = {role for view in now.nodes for role in view.node.roles}
     return next(
         (
@@ -91,7 +91,7 @@ def _of_one_model(prefill: Node, decode: Node) -> bool:
     return prefill.serves(decode.model) or decode.serves(prefill.model)
 
 
-def _refused(now: Snapshot) -> Iterator[tuple[str, float]]:
+def _refused(now: PoolState) -> Iterator[tuple[str, float]]:
     """Refused prefill nodes, each with the time since which it is; so for the others below."""
     for view in now.nodes:
         if view.state is State.REFUSED and Role.PREFILL in view.node.roles:

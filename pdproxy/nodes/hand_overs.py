@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from pdproxy.nodes.evidence import Pair, Unpassed, next_try
-from pdproxy.nodes.outlier import LATELY, Source
+from pdproxy.nodes.outlier import LATELY, LegOrigin
 
 LAST = 50
 """Tickets of a pair that are looked at."""
@@ -93,7 +93,7 @@ class _Tickets:
         self.minutes[minute] = Used(before.tickets + 1, before.in_vain + 1 - useful)
 
 
-class HandOvers:
+class HandOverResults:
     """Results of tickets, by pair of nodes.
 
     Attributes:
@@ -116,10 +116,10 @@ class HandOvers:
         if tickets.on_trial and len(tickets.last) == LAST:
             tickets.barred, tickets.on_trial = None, False
 
-    def ticket_in_vain(self, pair: Pair, source: Source, prompt: str, now: float) -> None:
+    def ticket_in_vain(self, pair: Pair, origin: LegOrigin, prompt: str, now: float) -> None:
         """The decode node computed the prompt though it had a ticket; ``prompt``: equal for equal prompts, or ""."""
         tickets = self._of(pair)
-        ticket = _InVain(source.client, prompt or f"{source.session or source.request}")
+        ticket = _InVain(origin.client, prompt or f"{origin.session or origin.request}")
         if ticket in tickets.last:
             return
         tickets.last.append(ticket)

@@ -111,7 +111,7 @@ class HealthCheck:
 
     def _due(self) -> list[NodeView]:
         now = self._clock.now()
-        views = self._pool.snapshot().nodes
+        views = self._pool.state().nodes
         self._visited = {view.node.name: self._visited.get(view.node.name, float("-inf")) for view in views}
         self._joiner.outages.keep(self._visited)
         return [view for view in views if view.node.name not in self._visiting and self._is_due(view, now)]

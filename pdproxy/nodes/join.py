@@ -99,7 +99,7 @@ class Joiner:
         self.outages.preflight_succeeded(node)
         if not self._has(node) or self._is_early(info):
             return
-        everyone = [view.node for view in self._pool.snapshot().nodes]
+        everyone = [view.node for view in self._pool.state().nodes]
         compatibility = check_compatibility(info, self._others(name), everyone)
         if compatibility.refusals:
             self._refuse(name, compatibility)

@@ -362,7 +362,7 @@ NO_BARS = Bars()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Group:
+class NodeGroup:
     """The prefill and decode nodes that take requests for one model, or those of one cohort of them.
 
     Attributes:
@@ -393,7 +393,7 @@ class Seeds:
     weights: tuple[float, ...]
 
 
-class Served:
+class ServingNodes:
     """The nodes that take requests for one model, and of those that are a last resort the ones that are needed.
 
     Attributes:
@@ -424,9 +424,9 @@ class Served:
         self.shared = any(len(view.node.roles) > 1 for view in here)
 
 
-def _group(views: list[NodeView], cohort: str = "") -> Group:
+def _group(views: list[NodeView], cohort: str = "") -> NodeGroup:
     prefills, decodes = (tuple(view for view in views if role in view.node.roles) for role in Role)
-    return Group(cohort, prefills, decodes)
+    return NodeGroup(cohort, prefills, decodes)
 
 
 def _seeds(views: tuple[NodeView, ...]) -> Seeds:
@@ -434,7 +434,7 @@ def _seeds(views: tuple[NodeView, ...]) -> Seeds:
     return Seeds(tuple(view.node.seed for view in views), weights if len(set(weights)) > 1 else ())
 
 
-class Snapshot:
+class PoolState:
     """All nodes, in the order of joining: which are there, in which state, which of them exchange tickets.
 
     It is another one as soon as any of that changes. Their load is not part of it: the views go on showing what it is.
@@ -458,13 +458,13 @@ class Snapshot:
         self.keeps = any(view.node.keeps for view in nodes)
         self._may_serve_any = not all(node.model for node in decodes) or not decodes
         self._names = frozenset(name for view in nodes for name in (view.node.model, *view.node.aliases))
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServingNodes] = {}
 
     def knows(self, model: str) -> bool:
         """Whether a decode node, in whatever state, serves it or might: its model is unknown yet, or none is here."""
         return self._may_serve_any or model in self.models
 
-    def served(self, model: str) -> Served:
+    def served(self, model: str) -> ServingNodes:
         """The nodes that take requests for a model, or are the last resort, whatever a client may call it."""
         found = self._served.get(model)
         if found is None:
@@ -474,11 +474,11 @@ class Snapshot:
                 found = self._served[known] = self._find(known)
         return found
 
-    def _find(self, model: str) -> Served:
+    def _find(self, model: str) -> ServingNodes:
         views = [view for view in self.nodes if view.node.serves(model)]
         serving = [view.node for view in views if view.takes_requests()]
         needed = _needed(serving, [view.node for view in views if view.is_last_resort()])
-        return Served([view for view in views if view.takes_requests() or view.name in needed])
+        return ServingNodes([view for view in views if view.takes_requests() or view.name in needed])
 
 
 def _needed(serving: list[Node], going: list[Node]) -> frozenset[str]:

@@ -38,7 +38,7 @@ MOST_IN_A_ROW = 200
 """Failures that are kept; the oldest ones go."""
 
 
-class Verdict(enum.Enum):
+class FailureEvidence(enum.Enum):
     """Evidence of other nodes about a leg that failed: whose fault it was."""
 
     NODE = enum.auto()
@@ -49,7 +49,7 @@ class Verdict(enum.Enum):
     """No other node served it, or none was asked."""
 
 
-class Source(NamedTuple):
+class LegOrigin(NamedTuple):
     """Whose leg it was.
 
     Attributes:
@@ -67,7 +67,7 @@ class Source(NamedTuple):
 class Failure:
     """One leg that failed; ``streaming``: after its first event."""
 
-    verdict: Verdict
+    evidence: FailureEvidence
     client: str
     streaming: bool
 
@@ -101,14 +101,14 @@ class LegRecord:
         if self.row:
             self.row = {}
 
-    def failed(self, source: Source, verdict: Verdict, *, streaming: bool) -> None:
+    def failed(self, origin: LegOrigin, evidence: FailureEvidence, *, streaming: bool) -> None:
         """A leg failed."""
         self.recent.append(False)
-        by_session = source.session is not None and verdict is not Verdict.NODE
-        key = source.session if by_session else source.request
+        by_session = origin.session is not None and evidence is not FailureEvidence.NODE
+        key = origin.session if by_session else origin.request
         before = self.row.get(key)
-        if before is None or before.verdict.value > verdict.value:
-            self.row[key] = Failure(verdict, source.client, streaming)
+        if before is None or before.evidence.value > evidence.value:
+            self.row[key] = Failure(evidence, origin.client, streaming)
         while len(self.row) > MOST_IN_A_ROW:
             del self.row[next(iter(self.row))]
 
@@ -116,7 +116,7 @@ class LegRecord:
         """Whether the row is as unlikely on a healthy node as so many refused connections; ``peers``: the records of
         nodes that do the same work, each of which may be empty."""
         needed = failures * REFUSED_DECADES
-        refused = sum(failure.verdict is Verdict.NODE for failure in self.row.values()) * REFUSED_DECADES
+        refused = sum(failure.evidence is FailureEvidence.NODE for failure in self.row.values()) * REFUSED_DECADES
         if refused >= needed:
             return True
         known = {client for each in (self, *peers) for client, at in each.served.items() if now - at <= LATELY}
@@ -129,11 +129,11 @@ class LegRecord:
 
     def _decades_by_client(self, served: float, *, compared: bool) -> dict[str, float]:
         """``served``: what a failure counts whose request another node served."""
-        weights = {Verdict.SERVED: served, Verdict.UNSERVED: served / 2 if compared else 0.0}
+        weights = {FailureEvidence.SERVED: served, FailureEvidence.UNSERVED: served / 2 if compared else 0.0}
         decades: dict[str, float] = {}
         for failure in self.row.values():
-            if failure.verdict is not Verdict.NODE:
-                decades[failure.client] = decades.get(failure.client, 0.0) + weights[failure.verdict]
+            if failure.evidence is not FailureEvidence.NODE:
+                decades[failure.client] = decades.get(failure.client, 0.0) + weights[failure.evidence]
         return decades
 
 

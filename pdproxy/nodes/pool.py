@@ -15,11 +15,11 @@ from pdproxy.clock import Clock
 from pdproxy.errors import Fault, NodeFault, PdproxyError
 from pdproxy.failures import PROBE_BLAME, Blame
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitBreakerConfig, CircuitState
-from pdproxy.nodes.hand_overs import HandOvers
+from pdproxy.nodes.hand_overs import HandOverResults
 from pdproxy.nodes.load import Load
-from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Outage, Role, Roles, Snapshot, State
+from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, Outage, PoolState, Role, Roles, State
 from pdproxy.nodes.node_log import NodeLog
-from pdproxy.nodes.outlier import Source, Verdict
+from pdproxy.nodes.outlier import FailureEvidence, LegOrigin
 from pdproxy.nodes.pool_entry import NO_LOAD, CohortTraffic, LegLoad, PoolEntry, Slot
 from pdproxy.observe.labels import Leg
 from pdproxy.observe.metrics import Metrics
@@ -69,14 +69,14 @@ class Pool:
         self._config = config or CircuitBreakerConfig()
         self._metrics = metrics or Metrics(CollectorRegistry())
         self._entries: dict[str, PoolEntry] = {}
-        self._latest: Snapshot | None = None
+        self._latest: PoolState | None = None
         self._next_change = math.inf
         """Until then, in monotonic seconds, the passing of time changes nothing."""
         self._log = NodeLog(clock)
         self._room_watchers: list[Callable[[], None]] = []
         self.bars = Bars()
         self.load = Load()
-        self.hand_overs = HandOvers()
+        self.hand_overs = HandOverResults()
         self.traffic = CohortTraffic(clock)
         self.changed = asyncio.Event()
 
@@ -85,11 +85,11 @@ class Pool:
 
     # -- planning and legs
 
-    def snapshot(self) -> Snapshot:
+    def state(self) -> PoolState:
         """All nodes as they stand now."""
         self._let_time_pass()
         if self._latest is None:
-            self._latest = Snapshot(tuple(entry.view for entry in self._entries.values()), self.bars, self.load)
+            self._latest = PoolState(tuple(entry.view for entry in self._entries.values()), self.bars, self.load)
         return self._latest
 
     def view(self, name: str) -> NodeView:
@@ -153,7 +153,14 @@ class Pool:
             self._set(entry, circuit)
 
     def leg_failed(
-        self, name: str, leg: Leg, fault: Fault, source: Source, verdict: Verdict, *, streaming: bool = False
+        self,
+        name: str,
+        leg: Leg,
+        fault: Fault,
+        origin: LegOrigin,
+        evidence: FailureEvidence,
+        *,
+        streaming: bool = False,
     ) -> None:
         """A leg failed with a fault that `failures.blame` counts, or may count. `outlier` says what follows.
 
@@ -167,14 +174,14 @@ class Pool:
         if entry is None:
             return
         record = entry.records[leg]
-        record.failed(source, verdict, streaming=streaming)
-        if verdict is not Verdict.UNSERVED:
+        record.failed(origin, evidence, streaming=streaming)
+        if evidence is not FailureEvidence.UNSERVED:
             entry.view.reason = f"last fault: {fault}"
         now, peers = self._clock.now(), [peer.records[leg] for peer in self._peers(entry)]
         circuit = self._refresh(entry, now).circuit
-        tried = circuit.state is CircuitState.HALF_OPEN and verdict is not Verdict.UNSERVED
+        tried = circuit.state is CircuitState.HALF_OPEN and evidence is not FailureEvidence.UNSERVED
         if circuit.state is not CircuitState.OPEN and (tried or record.is_outlier(peers, self._config.failures, now)):
-            self._take_out(entry, source.request, f"last fault: {fault}; legs failed in a row: {len(record.row)}")
+            self._take_out(entry, origin.request, f"last fault: {fault}; legs failed in a row: {len(record.row)}")
 
     def _take_out(self, entry: PoolEntry, request: str, reason: str) -> None:
         """Open a circuit because a leg of this request failed. The rule stands here, whatever the fault: no request

@@ -121,7 +121,7 @@ class Prover:
         It may serve before that (`PATIENCE`).
         """
         self._joins[node.name] = next(self._turns)
-        possible = [view.node.name for view in self._pool.snapshot().nodes if could_pair(node, view.node)]
+        possible = [view.node.name for view in self._pool.state().nodes if could_pair(node, view.node)]
         self._evidence.restart(node.name, self._clock.now(), possible)
         self._pool.hand_overs.restart(node.name)
         partners = sorted(partners_of(self._pool, node), key=self._rank)
@@ -220,7 +220,7 @@ class Prover:
         self._publish()
 
     def _publish(self) -> None:
-        names = frozenset(view.node.name for view in self._pool.snapshot().nodes)
+        names = frozenset(view.node.name for view in self._pool.state().nodes)
         self._joins = {name: join for name, join in self._joins.items() if name in names}
         self._evidence.keep_only(names)
         hand_overs, failed = self._pool.hand_overs, self._evidence.bars()
@@ -270,4 +270,4 @@ def pairs_of(node: Node, partner: Node) -> list[tuple[Node, Node]]:
 
 
 def _serving(pool: Pool) -> list[Node]:
-    return [view.node for view in pool.snapshot().nodes if view.state is State.UP]
+    return [view.node for view in pool.state().nodes if view.state is State.UP]

@@ -77,7 +77,7 @@ class SilenceConfig:
 
 
 @dataclasses.dataclass(slots=True)
-class _Watched:
+class _WatchedNode:
     """The state of one watched node.
 
     Attributes:
@@ -128,7 +128,7 @@ class SilenceWatch:
         self._timeouts = Timeouts(longest, longest, longest, whole=longest)
         self._punctual_since = math.inf
         self._looked_at = math.inf
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, _WatchedNode] = {}
 
     async def run(self) -> None:
         """Look at all nodes every `TICK`, until cancelled."""
@@ -144,14 +144,14 @@ class SilenceWatch:
         if self._is_late(now):
             self._punctual_since = now
         self._looked_at = now
-        views = self._pool.snapshot().nodes
-        self._watched = {view.node.name: self._watched.get(view.node.name) or _Watched() for view in views}
+        views = self._pool.state().nodes
+        self._watched = {view.node.name: self._watched.get(view.node.name) or _WatchedNode() for view in views}
         return [view.node for view in views if self._is_due(view, self._watched[view.node.name], now)]
 
     def _is_late(self, now: float) -> bool:
         return now - self._looked_at > TICK + LATE
 
-    def _is_due(self, view: NodeView, watched: _Watched, now: float) -> bool:
+    def _is_due(self, view: NodeView, watched: _WatchedNode, now: float) -> bool:
         silence, since = self._config.silence, self._pool.silent_since(view.node.name)
         lost = self._pool.lost(view.node.name)
         watched.given_up &= lost
@@ -162,7 +162,7 @@ class SilenceWatch:
             watched.quiet_until = now + silence  # its next leg may take its time, from about now on
         return now >= max(since + silence, self._punctual_since + silence, watched.quiet_until)
 
-    async def _examine(self, node: Node, watched: _Watched) -> None:
+    async def _examine(self, node: Node, watched: _WatchedNode) -> None:
         began, watched.probing = self._clock.now(), True
         try:
             answered = await self._probe(node, watched, self._patience(node, watched, began))
@@ -173,14 +173,14 @@ class SilenceWatch:
         finally:
             watched.probing = watched.suspect = False
 
-    def _patience(self, node: Node, watched: _Watched, now: float) -> float:
+    def _patience(self, node: Node, watched: _WatchedNode, now: float) -> float:
         """Seconds for an answer."""
         silent = now - self._pool.silent_since(node.name)
         streamed = Role.DECODE in node.roles and silent < self._config.silence + AGAIN
         least, most = self._config.timeout, self._config.timeout * max(PATIENT[role] for role in node.roles)
         return min(max(least, SLOWER * watched.slowest), most) if streamed else most
 
-    async def _probe(self, node: Node, watched: _Watched, seconds: float) -> bool:
+    async def _probe(self, node: Node, watched: _WatchedNode, seconds: float) -> bool:
         """Whether one of two probes is answered in time. The second goes out when half of it is over, on another
         connection: of the first a packet may have been lost."""
         answered = asyncio.Event()
@@ -197,7 +197,7 @@ class SilenceWatch:
                 each.cancel()
         return answered.is_set()
 
-    async def _ask(self, node: Node, watched: _Watched, answered: asyncio.Event) -> None:
+    async def _ask(self, node: Node, watched: _WatchedNode, answered: asyncio.Event) -> None:
         """Any status is an answer, and so is a refusal: that is no silence, and active health knows what to do."""
         request = HttpRequest("GET", node.url + (ALIVE if watched.has_route else "/health"), self._headers())
         try:
@@ -223,7 +223,7 @@ class SilenceWatch:
         silent at once, the network of this proxy is the likely cause."""
         if self._has_stand_in(node):
             return True
-        kin = [view for view in self._pool.snapshot().nodes if _are_kin(view.node, node)]
+        kin = [view for view in self._pool.state().nodes if _are_kin(view.node, node)]
         out = {view.node.name for view in kin if self._is_out(view.node.name)} | {node.name}
         left = {view.node.name for view in kin if view.takes_requests()} - out
         return bool(left) and len(out) <= max(1, int(self._config.share * len(left | out)))
@@ -233,7 +233,7 @@ class SilenceWatch:
         if Role.DECODE in node.roles and self._config.on_no_decode is OnNoDecode.FAIL:
             return False
         decodes = Role.DECODE in node.roles
-        others = (view for view in self._pool.snapshot().nodes if (Role.DECODE in view.node.roles) is not decodes)
+        others = (view for view in self._pool.state().nodes if (Role.DECODE in view.node.roles) is not decodes)
         return any(
             view.node.model == node.model and view.takes_requests() and not self._is_out(view.node.name)
             for view in others
@@ -243,7 +243,7 @@ class SilenceWatch:
         watched = self._watched.get(name)
         return watched is not None and (watched.suspect or watched.spared or watched.given_up)
 
-    def _conclude(self, node: Node, watched: _Watched, outcome: SilenceOutcome) -> None:
+    def _conclude(self, node: Node, watched: _WatchedNode, outcome: SilenceOutcome) -> None:
         for role in node.roles:
             self._metrics.silence_probed(role, outcome)
         pause = AGAIN if outcome in (SilenceOutcome.ANSWERED, SilenceOutcome.TOO_MANY) else 0.0

@@ -43,7 +43,7 @@ class OperatorRefusal(enum.StrEnum):
     """The call would change something, the port is no loopback address, and the settings name no token."""
 
 
-class Refusal(enum.StrEnum):
+class ConnectionRefusal(enum.StrEnum):
     """Why a client's connection came to nothing before a request."""
 
     NO_DESCRIPTOR = "no_descriptor"

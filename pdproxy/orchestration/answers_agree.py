@@ -88,7 +88,7 @@ class Distance:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Comparison:
+class AnswerDistance:
     """An answer after a hand-over beside the two that the decode node gave alone.
 
     ``distance`` is to the nearer of them, ``spread`` the distance between them, in nats.
@@ -119,11 +119,11 @@ class Comparison:
         )
 
 
-def compare(handed: ScoredAnswer, alone: ScoredAnswer, alone_again: ScoredAnswer) -> Comparison:
+def compare(handed: ScoredAnswer, alone: ScoredAnswer, alone_again: ScoredAnswer) -> AnswerDistance:
     """Judge the answer after a hand-over by two that the decode node gave alone, to the same prompt."""
     spread = distance(alone, alone_again).nats
     nearer = min((distance(handed, alone), distance(handed, alone_again)), key=lambda far: far.nats)
-    return Comparison(nearer, spread)
+    return AnswerDistance(nearer, spread)
 
 
 def distance(one: ScoredAnswer, other: ScoredAnswer) -> Distance:

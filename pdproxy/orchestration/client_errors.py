@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pdproxy.errors import ClientError, Fault, NodeFault, PdproxyError
 from pdproxy.failures import FAILURE_TABLE, Moment, Step
 from pdproxy.legs.parse import unknown_model
-from pdproxy.nodes.node import Snapshot
+from pdproxy.nodes.node import PoolState
 from pdproxy.observe.labels import Leg, Outcome, Rejection
 from pdproxy.orchestration.request_record import FinalError
 from pdproxy.planning.plan_types import NoNode, UnknownModel
@@ -73,13 +73,13 @@ def unknown_model_error(error: UnknownModel) -> ClientError:
     return unknown_model(f"The model `{error.model}` does not exist. Valid aliases: {names}.")
 
 
-def only_model(snapshot: Snapshot) -> str:
+def only_model(pool_state: PoolState) -> str:
     """The model of a request that names none: the one that is served; "" while none is known.
 
     Raises:
         ClientError: 400: there are several.
     """
-    models = snapshot.base_models
+    models = pool_state.base_models
     if len(models) > 1:
         text = f"Several models are served here: name one of them in `model`: {', '.join(models)}."
         raise ClientError(400, text, param="model", code="invalid_value")

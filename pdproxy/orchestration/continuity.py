@@ -11,7 +11,7 @@ from pdproxy.nodes.node import Node
 from pdproxy.observe.labels import Move
 from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.reasons import NotContinuableReason
-from pdproxy.request import LegForm, StreamRoute, SubRequest
+from pdproxy.request import DecodeRoute, LegForm, SubRequest
 from pdproxy.stream.journal import Journal
 from pdproxy.stream.transcript import Transcript
 
@@ -40,22 +40,22 @@ class Continuity:
         """The form of a decode leg that begins on this node now."""
         if self._move is Move.RESUMED:
             records = b"" if self.journal is None else self.journal.records()
-            self.form = LegForm(StreamRoute.JOURNALED, self._adds_usage, records)
+            self.form = LegForm(DecodeRoute.JOURNALED, self._adds_usage, records)
         else:
             self.form = LegForm(self._first_route(node), self._adds_usage)
-            self.journal = Journal() if self.form.route is StreamRoute.JOURNALED else None
+            self.journal = Journal() if self.form.route is DecodeRoute.JOURNALED else None
         return self.form
 
-    def _first_route(self, node: Node) -> StreamRoute:
+    def _first_route(self, node: Node) -> DecodeRoute:
         """Where the leg is sent that begins the answer: a journal is kept where the stream may move, and its node can
         write one. Whether another node could resume it now does not count: one may join."""
         may_move = self.left > 0 and self._sub_request.shape.not_resumable is None
-        return StreamRoute.JOURNALED if may_move and self._nodes.resumes(node) else StreamRoute.ENDPOINT
+        return DecodeRoute.JOURNALED if may_move and self._nodes.resumes(node) else DecodeRoute.ENDPOINT
 
     @property
     def obstacle(self) -> NotContinuableReason | None:
         """Why the stream could not go on elsewhere, as far as its shape and its leg decide that."""
-        if self.form.route is StreamRoute.JOURNALED:
+        if self.form.route is DecodeRoute.JOURNALED:
             return None
         return self._sub_request.shape.not_resumable or NotContinuableReason.NO_JOURNAL
 

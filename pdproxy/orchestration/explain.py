@@ -9,7 +9,7 @@ from pdproxy.legs.lax_fields import UnreadableField
 from pdproxy.legs.parse import checked_fields, model_in, reading, scrub, split
 from pdproxy.legs.shape import shape
 from pdproxy.legs.turns import PromptReader, in_turns
-from pdproxy.nodes.node import Role, Snapshot
+from pdproxy.nodes.node import PoolState, Role
 from pdproxy.orchestration.client_errors import no_node_error, only_model, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.planning.cache_aware import CacheAware, Comparison
@@ -35,20 +35,20 @@ async def explain(context: OrchestrationContext, endpoint: Endpoint, raw: bytes)
         model, context.config.why_local(form), prefix=prefix, tokens=form.prompt_tokens,
         names_rank=endpoint is not Endpoint.RESPONSES,
     )  # fmt: skip
-    snapshot, policy = context.pool.snapshot(), context.plan_policy
+    pool_state, policy = context.pool.state(), context.plan_policy
     try:
-        chosen = plan(snapshot, needs, policy, 0)
+        chosen = plan(pool_state, needs, policy, 0)
     except UnknownModel as error:
         raise unknown_model_error(error) from error
     except NoNode as error:
         raise no_node_error(error) from error
     known = {} if prefix is None else {"source": prefix.source.value}
-    return {**_plan_facts(chosen), **known, "candidates": _candidates(policy.routing, snapshot, needs)}
+    return {**_plan_facts(chosen), **known, "candidates": _candidates(policy.routing, pool_state, needs)}
 
 
 async def _sub_request(context: OrchestrationContext, endpoint: Endpoint, body: dict[str, object]) -> SubRequest:
     try:
-        model = model_in(endpoint, body) or only_model(context.pool.snapshot())
+        model = model_in(endpoint, body) or only_model(context.pool.state())
         await in_turns(checked_fields(endpoint, body))
     except UnreadableField as error:
         text = f"{error}: a decode node is asked to refuse the request."
@@ -68,9 +68,9 @@ def _plan_facts(chosen: Plan) -> dict[str, object]:
     return facts | chosen.facts()
 
 
-def _candidates(routing: object, snapshot: Snapshot, needs: PlanInput) -> dict[str, object]:
+def _candidates(routing: object, pool_state: PoolState, needs: PlanInput) -> dict[str, object]:
     """By what they would do, the cheapest first; of policies that know no costs, the load of each node."""
-    candidates = Candidates(snapshot, needs)
+    candidates = Candidates(pool_state, needs)
     if not isinstance(routing, CacheAware):
         return {role.value: [{"node": v.node.name, "load": v.load} for v in candidates.open(role)] for role in Role}
     compared = Comparison(routing, candidates)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from pdproxy.errors import Fault, NodeFault, PdproxyError, untraced
 from pdproxy.failures import NO_RETRY_USED, Blame, Moment, RetryOptions, Step, blame, decide, final_step
-from pdproxy.nodes.outlier import Source, Verdict
+from pdproxy.nodes.outlier import FailureEvidence, LegOrigin
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Leg
 from pdproxy.observe.metrics import Metrics
@@ -38,15 +38,24 @@ class FailedLegs:
     """
 
     __slots__ = (
-        "_broken", "_config", "_in_doubt", "_last", "_metrics", "_moment", "_pool", "_source", "_used", "excluded",
+        "_broken",
+        "_config",
+        "_in_doubt",
+        "_last",
+        "_metrics",
+        "_moment",
+        "_origin",
+        "_pool",
+        "_used",
+        "excluded",
         "on_going_node",
     )  # fmt: skip
 
-    def __init__(self, pool: Pool, config: OrchestrationConfig, metrics: Metrics, source: Source) -> None:
+    def __init__(self, pool: Pool, config: OrchestrationConfig, metrics: Metrics, origin: LegOrigin) -> None:
         self._pool = pool
         self._config = config
         self._metrics = metrics
-        self._source = source
+        self._origin = origin
         self.excluded = _NO_NAMES
         self.on_going_node = False
         self._in_doubt: tuple[_InDoubt, ...] = ()
@@ -74,7 +83,7 @@ class FailedLegs:
             case Blame.IN_DOUBT:
                 self._in_doubt += (failed,)
             case Blame.YES:
-                self._tell(failed, Verdict.NODE)
+                self._tell(failed, FailureEvidence.NODE)
 
     def leg_began(self, leg: Leg, name: str) -> None:
         """A leg goes well: legs of its kind that did not get so far elsewhere failed by their nodes' fault; after a
@@ -85,13 +94,13 @@ class FailedLegs:
 
     def leg_ended(self, leg: Leg, name: str) -> None:
         """A leg has ended well."""
-        self._pool.leg_ended(name, leg, self._source.client)
+        self._pool.leg_ended(name, leg, self._origin.client)
         if self._in_doubt:
             self._served(name, lambda failed: leg in (Leg.DECODE, failed.leg))
 
     def leg_served(self, leg: Leg, name: str) -> None:
         """A leg whose answer comes in one piece went well."""
-        self._pool.leg_served(name, leg, self._source.client)
+        self._pool.leg_served(name, leg, self._origin.client)
         if self._in_doubt:
             self._served(name, lambda failed: leg in (Leg.DECODE, failed.leg))
 
@@ -100,7 +109,7 @@ class FailedLegs:
         if self._in_doubt:
             in_doubt, self._in_doubt = self._in_doubt, ()
             for failed in in_doubt:
-                self._tell(failed, Verdict.UNSERVED)
+                self._tell(failed, FailureEvidence.UNSERVED)
 
     # -- what follows
 
@@ -141,8 +150,8 @@ class FailedLegs:
         self._in_doubt = tuple(failed for failed in self._in_doubt if failed not in served)
         for failed in served:
             if failed.node != name:
-                self._tell(failed, Verdict.SERVED)
+                self._tell(failed, FailureEvidence.SERVED)
 
-    def _tell(self, failed: _InDoubt, verdict: Verdict) -> None:
+    def _tell(self, failed: _InDoubt, evidence: FailureEvidence) -> None:
         streaming = failed.moment is Moment.STREAMING
-        self._pool.leg_failed(failed.node, failed.leg, failed.fault, self._source, verdict, streaming=streaming)
+        self._pool.leg_failed(failed.node, failed.leg, failed.fault, self._origin, evidence, streaming=streaming)

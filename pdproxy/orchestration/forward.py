@@ -10,7 +10,7 @@ from pdproxy.errors import BrokenAnswer, ClientError, Fault, NodeFault
 from pdproxy.failures import Blame, Moment, Step, blame
 from pdproxy.legs.node_headers import for_client
 from pdproxy.nodes.node import Node, Role
-from pdproxy.nodes.outlier import Source, Verdict
+from pdproxy.nodes.outlier import FailureEvidence, LegOrigin
 from pdproxy.observe.labels import Leg, Outcome
 from pdproxy.orchestration.client_errors import cancelled_outcome, final_error, status_outcome, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
@@ -89,8 +89,8 @@ async def _forward(
     ended: Callable[[int, Outcome], None],
 ) -> ProxyResponse:
     excluded: frozenset[str] = frozenset()
-    source = Source(request.request_id, request.api_key)
-    failed = FailedLegs(context.pool, context.config, context.metrics, source)
+    origin = LegOrigin(request.request_id, request.api_key)
+    failed = FailedLegs(context.pool, context.config, context.metrics, origin)
     while True:
         try:
             node = _choose(context, request.model, excluded)
@@ -114,7 +114,7 @@ async def _forward(
             if response.status < 500:
                 context.pool.leg_served(node.name, Leg.FORWARD, request.api_key)
             else:
-                _count(context, node, Fault.SERVER_ERROR, request, Verdict.UNSERVED)
+                _count(context, node, Fault.SERVER_ERROR, request, FailureEvidence.UNSERVED)
             headers = for_client(response.headers)
             if answer is not None:
                 _require_known_path(response.status, answer, request.path)
@@ -242,21 +242,23 @@ def _record_fault(context: OrchestrationContext, node: Node, fault: NodeFault, r
     remaining_seconds(context.clock, request.deadline)
     match blame(Leg.FORWARD, fault.fault):
         case Blame.YES:
-            _count(context, node, fault.fault, request, Verdict.NODE)
+            _count(context, node, fault.fault, request, FailureEvidence.NODE)
         case Blame.IN_DOUBT:
-            _count(context, node, fault.fault, request, Verdict.UNSERVED)
+            _count(context, node, fault.fault, request, FailureEvidence.UNSERVED)
 
 
-def _count(context: OrchestrationContext, node: Node, fault: Fault, request: ForwardRequest, verdict: Verdict) -> None:
+def _count(
+    context: OrchestrationContext, node: Node, fault: Fault, request: ForwardRequest, evidence: FailureEvidence
+) -> None:
     """No other node is asked, so that nobody knows whether the request is the cause of its fault."""
-    source = Source(request.request_id, request.api_key)
-    context.pool.leg_failed(node.name, Leg.FORWARD, fault, source, verdict)
+    origin = LegOrigin(request.request_id, request.api_key)
+    context.pool.leg_failed(node.name, Leg.FORWARD, fault, origin, evidence)
 
 
 def _choose(context: OrchestrationContext, model: str, excluded: frozenset[str]) -> Node:
-    snapshot = context.pool.snapshot()
-    needs = PlanInput(model or next(iter(snapshot.models), ""), excluded=excluded)
+    pool_state = context.pool.state()
+    needs = PlanInput(model or next(iter(pool_state.models), ""), excluded=excluded)
     try:
-        return choose(snapshot, Role.DECODE, needs, context.plan_policy, next(context.tie_breaker))
+        return choose(pool_state, Role.DECODE, needs, context.plan_policy, next(context.tie_breaker))
     except UnknownModel as error:
         raise unknown_model_error(error) from error

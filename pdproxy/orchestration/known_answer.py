@@ -34,7 +34,7 @@ from pdproxy.nodes.node import Node
 from pdproxy.nodes.preflight import exchange
 from pdproxy.nodes.proof import ProofResult
 from pdproxy.observe.labels import Proof
-from pdproxy.orchestration.answers_agree import Comparison, ScoredAnswer, compare
+from pdproxy.orchestration.answers_agree import AnswerDistance, ScoredAnswer, compare
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.hand_over import release_later
 from pdproxy.orchestration.known_answer_prompt import SAMPLE_LINES, plain_ids, prompt_tokens, question, up_to_boundary
@@ -133,14 +133,14 @@ class KnownAnswer:
             return ProofResult(Proof.UNANSWERED, f"prompt {seed} shows too little: {why}")
         return ProofResult(Proof.FAILED, f"the known-answer test failed (prompt {seed}): {why}")
 
-    async def compare(self, prefill: Node, decode: Node, seed: int) -> Comparison:
+    async def compare(self, prefill: Node, decode: Node, seed: int) -> AnswerDistance:
         """Make the test of a completion once, with the prompt of this seed.
 
         Raises `Unanswered`, `NotHandedOver` or `Unreadable`.
         """
         return await self._compare(self._pair(prefill, decode), seed)
 
-    async def _compare(self, pair: TestedPair, seed: int) -> Comparison:
+    async def _compare(self, pair: TestedPair, seed: int) -> AnswerDistance:
         decode = pair.decode
         prompt = await self._prompt(pair, seed)
         salt = self._context.new_hand_over_id()

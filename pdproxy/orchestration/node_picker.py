@@ -107,7 +107,7 @@ class NodePicker:
         """Enter the queue; the model in whose queue it waits: adapters and other names of one have the same."""
         self._record.enter(Phase.QUEUE)
         model = self._sub_request.request.model
-        nodes = (view.node for view in self._context.pool.snapshot().nodes)
+        nodes = (view.node for view in self._context.pool.state().nodes)
         return next((node.model for node in nodes if Role.DECODE in node.roles and node.serves(model)), "") or model
 
     def plan(self) -> Plan:
@@ -142,7 +142,7 @@ class NodePicker:
             return True
         request = self._sub_request.request
         views = (
-            pool.snapshot()
+            pool.state()
             .served(request.model)
             .all.of(Role.PREFILL if chosen.prefill is not None or Role.DECODE not in node.roles else Role.DECODE)
         )
@@ -172,7 +172,7 @@ class NodePicker:
         ):
             return chosen
         role = Role.DECODE if Role.DECODE in chosen.decode.roles else Role.PREFILL
-        like = (view for view in context.pool.snapshot().nodes if role in view.node.roles)
+        like = (view for view in context.pool.state().nodes if role in view.node.roles)
         full = frozenset(view.node.name for view in like if not view.admits(self._footprint, most))
         try:
             other = self._plan(full)
@@ -232,7 +232,7 @@ class NodePicker:
         context = self._context
         try:
             needs, policy = self._input(prefill), context.plan_policy
-            return choose(context.pool.snapshot(), Role.DECODE, needs, policy, next(context.tie_breaker))
+            return choose(context.pool.state(), Role.DECODE, needs, policy, next(context.tie_breaker))
         except NO_NODE_ERRORS:
             return None
 
@@ -255,7 +255,7 @@ class NodePicker:
 
     def resumes_elsewhere(self, name: str) -> bool:
         """Whether another node than this one takes requests, could serve a decode leg, and `resumes`."""
-        served = self._context.pool.snapshot().served(self._sub_request.request.model).all
+        served = self._context.pool.state().served(self._sub_request.request.model).all
         last_resort = served.prefills if self._context.config.on_no_decode is OnNoDecode.PREFILL else ()
         return any(view.name != name and self.resumes(view.node) for view in (*served.decodes, *last_resort))
 
@@ -319,7 +319,7 @@ class NodePicker:
         """``full``: names of nodes that are left out this time."""
         context = self._context
         needs, policy = self._input(full=full), context.plan_policy
-        return plan(context.pool.snapshot(), needs, policy, next(context.tie_breaker))
+        return plan(context.pool.state(), needs, policy, next(context.tie_breaker))
 
     def _input(self, partner: Node | None = None, full: frozenset[str] = _NO_NAMES) -> PlanInput:
         asked, excluded = self._sub_request, self._failed.excluded | full
@@ -336,7 +336,7 @@ class NodePicker:
     def _foreign(self, cohort: str) -> frozenset[str]:
         """For a stream that moves: decode nodes of other cohorts than the one that it began in, maybe of other weights,
         while there is one of that."""
-        views = [view for view in self._context.pool.snapshot().nodes if Role.DECODE in view.node.roles]
+        views = [view for view in self._context.pool.state().nodes if Role.DECODE in view.node.roles]
         other = frozenset(view.name for view in views if not view.node.pairs_with(cohort))
         barred = other | self._failed.excluded | (self._unable() if self._resuming else _NO_NAMES)
         model = self._sub_request.request.model
@@ -345,5 +345,5 @@ class NodePicker:
 
     def _unable(self) -> frozenset[str]:
         """Decode nodes that cannot resume, for a leg that does."""
-        nodes = (view.node for view in self._context.pool.snapshot().nodes)
+        nodes = (view.node for view in self._context.pool.state().nodes)
         return frozenset(node.name for node in nodes if Role.DECODE in node.roles and not self.resumes(node))

@@ -14,7 +14,7 @@ from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.planning.renderings import HashesByScheme, KnownPrefix, Rendering
 from pdproxy.planning.text_chain import Chain, chain_of_completion, chain_of_ids, chain_of_text
-from pdproxy.planning.text_index import Keeps, TextIndex
+from pdproxy.planning.text_index import KeptStates, TextIndex
 from pdproxy.request import Endpoint, PromptText, SubRequest
 
 
@@ -56,12 +56,12 @@ class TextPrefixSource:
         """The places of the plan will have the prompt; the one that computes it, its states."""
         asked, now = self._ask(sub_request), self._clock.now()
         asked.expected = (plan.prefill_hit or plan.decode_hit).resume
-        decode, prefill, keeps = plan.decode, plan.prefill, Keeps.ALL
-        places = dict[Place, Keeps]()
+        decode, prefill, keeps = plan.decode, plan.prefill, KeptStates.ALL
+        places = dict[Place, KeptStates]()
         if prefill is not None:
-            keeps = Keeps.END if decode.prefix_match_unit else Keeps.NONE
+            keeps = KeptStates.END if decode.prefix_match_unit else KeptStates.NONE
             if prefill.ranks == 1 or plan.prefill_rank is not None:  # else vLLM chooses, and does not say which
-                places[Place(prefill.name, plan.prefill_rank or 0)] = Keeps.ALL
+                places[Place(prefill.name, plan.prefill_rank or 0)] = KeptStates.ALL
         if decode.ranks == 1 or plan.decode_rank is not None:
             places[Place(decode.name, plan.decode_rank or 0)] = keeps
         self._index.sent(asked.chain, places, now)

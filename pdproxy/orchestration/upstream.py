@@ -23,7 +23,7 @@ from pdproxy.legs.calls import NOTHING_HELD, decode, prefill, prompt_digest
 from pdproxy.legs.rewrite import NOTHING_KEPT, decode_body, prefill_body
 from pdproxy.lifecycle import TRANSITIONS, IllegalTransition, RequestState, Transition
 from pdproxy.nodes.node import Node
-from pdproxy.nodes.outlier import Source
+from pdproxy.nodes.outlier import LegOrigin
 from pdproxy.nodes.pool_entry import Slot
 from pdproxy.observe.labels import Leg, Move, Phase
 from pdproxy.observe.tracing import LegSpan, leg_span
@@ -67,8 +67,8 @@ class UpstreamRequest:
         self._context = context
         self.sub_request = sub_request
         self.record = record
-        source = Source(request.request_id, request.api_key, request.session)
-        self._failed = FailedLegs(context.pool, context.config, context.metrics, source)
+        origin = LegOrigin(request.request_id, request.api_key, request.session)
+        self._failed = FailedLegs(context.pool, context.config, context.metrics, origin)
         self.nodes = NodePicker(context, sub_request, record, self._failed)
         self._state = RequestState.PLANNING
         self._move: Move | None = None
@@ -102,7 +102,7 @@ class UpstreamRequest:
         """
         await self.nodes.look_up_prefix()
         keeping = self._context.keeping
-        if keeping is not None and self.keep is None and self._context.pool.snapshot().keeps:
+        if keeping is not None and self.keep is None and self._context.pool.state().keeps:
             self.keep = keeping.begin(self.sub_request)
             self.nodes.next_turn = None if self.keep is None else self.keep.next_turn()
         node = await self._plan_and_prefill()
@@ -474,8 +474,8 @@ class UpstreamRequest:
         if not self.recomputed:
             self._context.pool.hand_overs.ticket_used(pair, request.api_key, now)
         elif _depends_on_pair(asked, node):
-            source = Source(request.request_id, request.api_key, request.session)
-            self._context.pool.hand_overs.ticket_in_vain(pair, source, prompt_digest(hand_over.answer.ticket), now)
+            origin = LegOrigin(request.request_id, request.api_key, request.session)
+            self._context.pool.hand_overs.ticket_in_vain(pair, origin, prompt_digest(hand_over.answer.ticket), now)
 
     def _record_pace(self, usage: Usage) -> None:
         """How quickly the tokens of a stream came that ran on one node from its first token to its last."""

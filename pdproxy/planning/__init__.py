@@ -1,1 +1,1 @@
-"""Which nodes, and whether to disaggregate at all: pure functions over a snapshot."""
+"""Which nodes, and whether to disaggregate at all: pure functions of the state of the pool."""

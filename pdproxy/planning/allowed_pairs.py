@@ -16,7 +16,7 @@ _LOAD = operator.attrgetter("load")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Level:
+class _EqualLoad:
     """Decode nodes of equal load."""
 
     load: float
@@ -33,7 +33,7 @@ class _Tie:
     """Pairs of one prefill node that are the least loaded of all."""
 
     prefill: NodeView
-    level: _Level
+    level: _EqualLoad
     barred: AbstractSet[str]
 
 
@@ -65,10 +65,10 @@ def _barred_by_prefill(bars: Bars) -> Mapping[str, AbstractSet[str]]:
     return found
 
 
-def _levels(decodes: Sequence[NodeView]) -> list[_Level]:
+def _levels(decodes: Sequence[NodeView]) -> list[_EqualLoad]:
     """By load, the lowest first; within one the order is kept."""
     groups = ((load, tuple(views)) for load, views in itertools.groupby(sorted(decodes, key=_LOAD), key=_LOAD))
-    return [_Level(load, views, frozenset(view.node.name for view in views)) for load, views in groups]
+    return [_EqualLoad(load, views, frozenset(view.node.name for view in views)) for load, views in groups]
 
 
 def _in_turn(ties: Sequence[_Tie], turn: int) -> tuple[NodeView, NodeView]:

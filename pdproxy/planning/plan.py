@@ -1,4 +1,4 @@
-"""Which nodes a request goes to, and whether to disaggregate at all: pure, decided from a snapshot before any I/O.
+"""Which nodes a request goes to, and whether to disaggregate at all: pure, decided by the pool's state before any I/O.
 
 What is possible stands here, and so does the simplest policy for choosing among it, `LeastLoaded`, on which `session`
 falls back. `policies` has all of them by name.
@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 from typing import Protocol
 
-from pdproxy.nodes.node import Bars, Group, Node, NodeView, Role, Seeds, Snapshot
+from pdproxy.nodes.node import Bars, Node, NodeGroup, NodeView, PoolState, Role, Seeds
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.reasons import LocalReason, NoNodeReason
@@ -22,7 +22,7 @@ class Candidates:
     """The nodes that one request may go to now.
 
     Attributes:
-        bars: of the snapshot.
+        bars: of the pool.
         book: how fast the places are, and how busy they were.
         needs: what the plan is made for.
         may_pair: whether there is a pair at all, but for bars and nodes that failed this request.
@@ -31,12 +31,12 @@ class Candidates:
 
     __slots__ = ("_restricted", "_served", "bars", "book", "may_pair", "needs", "shared")
 
-    def __init__(self, snapshot: Snapshot, needs: PlanInput) -> None:
+    def __init__(self, pool_state: PoolState, needs: PlanInput) -> None:
         self.needs = needs
-        self._served = served = snapshot.served(needs.model)
+        self._served = served = pool_state.served(needs.model)
         self._restricted = bool(needs.excluded) or needs.partner is not None
         self.may_pair, self.shared = served.pairs, served.shared
-        self.bars, self.book = snapshot.bars, snapshot.load
+        self.bars, self.book = pool_state.bars, pool_state.load
 
     def serving(self, role: Role) -> Sequence[NodeView]:
         """The nodes of a role that take requests for the model, those included that must not get this one."""
@@ -60,14 +60,15 @@ class Candidates:
         partner = self.needs.partner
         return view.name not in self.needs.excluded and (partner is None or self.allow(partner, view.node))
 
-    def cohorts(self) -> Sequence[Group]:
+    def cohorts(self) -> Sequence[NodeGroup]:
         """Those of each cohort; bars are not looked at."""
         cohorts = self._served.cohorts
         if not self._restricted:
             return cohorts
         may = self.may_take
         return [
-            Group(each.cohort, tuple(filter(may, each.prefills)), tuple(filter(may, each.decodes))) for each in cohorts
+            NodeGroup(each.cohort, tuple(filter(may, each.prefills)), tuple(filter(may, each.decodes)))
+            for each in cohorts
         ]
 
     def named(self, name: str) -> NodeView | None:
@@ -132,7 +133,7 @@ class PlanPolicy:
     on_no_decode: OnNoDecode = OnNoDecode.FAIL
 
 
-def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) -> Plan:
+def plan(pool_state: PoolState, needs: PlanInput, policy: PlanPolicy, turn: int) -> Plan:
     """The pair that the policy chooses, or a decode node alone; as a last resort a prefill node in its place.
 
     Args:
@@ -142,7 +143,7 @@ def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) ->
         UnknownModel: no node serves the model.
         NoNode: none can take it now.
     """
-    candidates, local = _candidates(snapshot, needs), needs.local
+    candidates, local = _candidates(pool_state, needs), needs.local
     if local is None:
         pair = policy.routing.pair(candidates, turn)
         if pair is not None:
@@ -155,9 +156,9 @@ def plan(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) ->
     return _choose(candidates, Role.DECODE, needs, policy, turn, local)
 
 
-def choose(snapshot: Snapshot, role: Role, needs: PlanInput, policy: PlanPolicy, turn: int) -> Node:
+def choose(pool_state: PoolState, role: Role, needs: PlanInput, policy: PlanPolicy, turn: int) -> Node:
     """The node that the policy chooses for a role's leg, by `plan`'s last resort where it has no ticket; raises so."""
-    candidates = _candidates(snapshot, needs)
+    candidates = _candidates(pool_state, needs)
     if role is Role.DECODE and needs.partner is None:
         last_resort = _last_resort(candidates, policy, turn)
         if last_resort is not None:
@@ -186,11 +187,11 @@ def _choose(
     return chosen
 
 
-def _candidates(snapshot: Snapshot, needs: PlanInput) -> Candidates:
+def _candidates(pool_state: PoolState, needs: PlanInput) -> Candidates:
     """Raises UnknownModel where no decode node, in whatever state, serves the model."""
-    if not snapshot.knows(needs.model):
-        raise UnknownModel(needs.model, snapshot.models)
-    return Candidates(snapshot, needs)
+    if not pool_state.knows(needs.model):
+        raise UnknownModel(needs.model, pool_state.models)
+    return Candidates(pool_state, needs)
 
 
 def _why_no_pair(candidates: Candidates, needs: PlanInput, policy: PlanPolicy) -> LocalReason:
@@ -224,7 +225,7 @@ def _least(views: Sequence[NodeView], turn: int) -> NodeView:
     return ties[turn % len(ties)]
 
 
-def _lightest_pair(group: Group, bars: Bars, turn: int) -> tuple[NodeView, NodeView] | None:
+def _lightest_pair(group: NodeGroup, bars: Bars, turn: int) -> tuple[NodeView, NodeView] | None:
     """Where nothing is barred, each of the two is chosen by itself, unless that is one node of both roles."""
     prefills, decodes = group.prefills, group.decodes
     if not prefills or not decodes:

@@ -56,7 +56,7 @@ class _Flow(Generic[W]):
         self.token = -1
 
 
-class _Level(Generic[W]):
+class _Priority(Generic[W]):
     """One priority: its virtual time, its keys while any request of this priority waits, and how many wait."""
 
     __slots__ = ("flows", "length", "virtual_time")
@@ -75,7 +75,7 @@ class FairQueue(Generic[W]):
 
     def __init__(self, expired: Callable[[W], None]) -> None:
         self._expired = expired
-        self._levels: dict[int, _Level[W]] = {}
+        self._levels: dict[int, _Priority[W]] = {}
         self._heap: list[tuple[int, float, int, _Flow[W]]] = []
         self._tokens = itertools.count()
         self._length = 0
@@ -85,7 +85,7 @@ class FairQueue(Generic[W]):
 
     def push(self, entry: W) -> None:
         """The prompt waits from now on."""
-        level = self._levels.setdefault(entry.priority, _Level())
+        level = self._levels.setdefault(entry.priority, _Priority())
         flow = level.flows.setdefault(entry.key, _Flow())
         if not flow.entries:
             flow.start = max(flow.start, level.virtual_time)

@@ -44,7 +44,7 @@ _KEPT = 0.98
 """Weight that each further answer leaves of an answer in the number of bytes to a token."""
 
 
-class Keeps(enum.Enum):
+class KeptStates(enum.Enum):
     """The states that a place keeps of a prompt that it is sent."""
 
     ALL = enum.auto()
@@ -135,16 +135,16 @@ class TextIndex:
                         states[place] = end
         return depths, states
 
-    def sent(self, chain: Chain, places: Mapping[Place, Keeps], now: float) -> None:
+    def sent(self, chain: Chain, places: Mapping[Place, KeptStates], now: float) -> None:
         """The prompt goes to these places."""
         whole, met = len(chain.hashes), dict.fromkeys(places, now)
-        parts = {place: self._met(chain, place, now) for place, keeps in places.items() if keeps is Keeps.ALL}
+        parts = {place: self._met(chain, place, now) for place, keeps in places.items() if keeps is KeptStates.ALL}
         for mark in self._touched(chain):
             mark.met |= met
         for place, keeps in places.items():
             if 0 < parts.get(place, 0) < whole:
                 self._keep_state(chain, parts[place], place, now)
-            if keeps is not Keeps.NONE:
+            if keeps is not KeptStates.NONE:
                 self._keep_state(chain, whole, place, now)
         self._drop_oldest()
 

@@ -10,7 +10,7 @@ import errno
 import socket
 from collections.abc import Callable
 
-from pdproxy.observe.labels import Refusal
+from pdproxy.observe.labels import ConnectionRefusal
 from pdproxy.observe.refused_connections import OnRefused
 
 BACKLOG = 2048
@@ -64,7 +64,7 @@ class Listener:
                 return
             except OSError as error:
                 if error.errno not in _GONE:
-                    self._on_refused(Refusal.NO_DESCRIPTOR, f"{error.strerror}")
+                    self._on_refused(ConnectionRefusal.NO_DESCRIPTOR, f"{error.strerror}")
                     self._loop.remove_reader(self._bound)
                     self._pause = self._loop.call_later(PAUSE_SECONDS, self._read_on)
                     return

@@ -27,7 +27,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdproxy.errors import ClientError, PdproxyError
-from pdproxy.observe.labels import Refusal
+from pdproxy.observe.labels import ConnectionRefusal
 from pdproxy.observe.refused_connections import OnRefused, uncounted
 from pdproxy.response import EXCHANGE_EXTENSION
 from pdproxy.server.response_writer import ClientExchange, ResponseWriter, UnchunkedExchange, WriteFlow
@@ -304,7 +304,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._refused = True
         self._stop_timer()
-        self.limits.on_refused(Refusal.HTTP, f"{self.client and self.client[0]}: {status} {code}: {message}")
+        self.limits.on_refused(ConnectionRefusal.HTTP, f"{self.client and self.client[0]}: {status} {code}: {message}")
         if self._responding():
             self.cycle.keep_alive = False
             return

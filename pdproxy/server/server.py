@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from pdproxy.errors import SettingsError
-from pdproxy.observe.labels import Refusal
+from pdproxy.observe.labels import ConnectionRefusal
 from pdproxy.observe.refused_connections import OnRefused, uncounted
 from pdproxy.server.listener import BACKLOG, Listener
 from pdproxy.server.protocol import ConnectionLimits, GuardedProtocol, guarded
@@ -108,7 +108,7 @@ class Server(uvicorn.Server):
         except OSError as error:  # TLS errors are such, too
             connection.close()
             if isinstance(error, (ssl.SSLError, ConnectionAbortedError)):  # else it has gone, as probes of a port do
-                self._on_refused(Refusal.TLS, str(error))
+                self._on_refused(ConnectionRefusal.TLS, str(error))
 
     def _protocol(self) -> asyncio.Protocol:
         made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]

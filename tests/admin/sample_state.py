@@ -13,7 +13,7 @@ from pdproxy.failures import Step
 from pdproxy.nodes.demand import Advice, Limit
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Footprint, Node, Role
-from pdproxy.nodes.outlier import Source
+from pdproxy.nodes.outlier import LegOrigin
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import Leg, Outcome, Phase, Prediction
@@ -95,7 +95,7 @@ class SampleState:
         for _ in range(1284):
             hand_overs.ticket_used(pair, "", self.clock.now())
         for number in range(2):
-            hand_overs.ticket_in_vain(pair, Source(f"req-{number}"), "", self.clock.now())
+            hand_overs.ticket_in_vain(pair, LegOrigin(f"req-{number}"), "", self.clock.now())
 
     def _requests(self) -> None:
         for name, endpoint, prefill, decode, seconds in ROUTES:

@@ -255,7 +255,7 @@ async def test_an_unusable_node_is_refused_by_its_field(
     answer = await client.post("/nodes", json={**NEW, **change})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
-    assert context.pool.snapshot().nodes == ()
+    assert context.pool.state().nodes == ()
 
 
 async def test_a_node_is_drained_and_rejoins(client: httpx.AsyncClient, context: AdminContext) -> None:
@@ -271,7 +271,7 @@ async def test_a_node_is_removed_when_its_requests_ended(client: httpx.AsyncClie
     assert (await client.delete("/nodes/d1")).status_code == 202
     assert context.pool.view("d1").state is State.DRAINING
     leg.release()
-    await until(lambda: not context.pool.snapshot().nodes)
+    await until(lambda: not context.pool.state().nodes)
 
 
 @pytest.mark.parametrize(

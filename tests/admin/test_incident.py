@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from pdproxy.admin.incident import Cause, Finding, Incident, incident
-from pdproxy.admin.next_step import DOCS, HERE, PAGE, NextStep, Section, next_step
+from pdproxy.admin.next_step import DOCS, HERE, PAGE, NextStep, PageSection, next_step
 from pdproxy.admin.seen import JUST_NOW, WINDOW, Seen
 from pdproxy.errors import ClientError, Fault
 from pdproxy.nodes.hand_over_verdict import HandOverVerdict, verdict
 from pdproxy.nodes.hand_overs import Used
-from pdproxy.nodes.node import Bars, Node, NodeView, Outage, Role, Snapshot, State
+from pdproxy.nodes.node import Bars, Node, NodeView, Outage, PoolState, Role, State
 from pdproxy.observe.labels import Outcome, Rejection
 from pdproxy.orchestration.client_errors import rejected_error
 from pdproxy.orchestration.in_flight import MAX_BAD, LegFault, RecentEnds
@@ -63,7 +63,7 @@ def seen(*, faults: dict[str, list[float]] | None = None, ends: dict[Outcome, li
 
 def look(nodes: list[NodeView] = ALL_UP, recent: RecentEnds | None = None, **more: Any) -> Seen:
     bars = more.pop("bars", Bars())
-    hand_overs = verdict(Snapshot(tuple(nodes), bars), more.pop("used", Used()))
+    hand_overs = verdict(PoolState(tuple(nodes), bars), more.pop("used", Used()))
     return Seen(NOW, nodes, recent or seen(), bars, hand_overs=hand_overs, **more)
 
 
@@ -155,7 +155,7 @@ def test_all_nodes_of_a_role_on_several_hosts_that_are_silent_point_to_us() -> N
     ]
     asked = step(nodes, not_ready="no decode node serves")
     assert asked.command == "curl -sS -i -m 5 http://d0:8000/health"
-    assert asked.section == Section.NOTHING_COMES_BACK_FROM_ANY_NODE
+    assert asked.section == PageSection.NOTHING_COMES_BACK_FROM_ANY_NODE
 
 
 def test_one_silent_node_of_each_role_points_to_us() -> None:
@@ -205,7 +205,7 @@ def test_a_refused_node_is_named_with_its_setting() -> None:
     found = ask(nodes)
     assert (found.cause, found.nodes) == (Cause.NODE, ["d1"])
     assert texts(found.now) == ["d1 has been refused for 20 s (mamba_cache_mode is 'all' there)."]
-    assert (step(nodes).command, step(nodes).section) == ("pdproxy check", Section.A_NODE_IS_REFUSED)
+    assert (step(nodes).command, step(nodes).section) == ("pdproxy check", PageSection.A_NODE_IS_REFUSED)
 
 
 def test_a_drain_is_told_and_is_no_incident() -> None:
@@ -279,7 +279,7 @@ def test_what_clients_of_each_model_lose() -> None:
 def test_every_link_into_the_docs_leads_to_a_heading() -> None:
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
     assert urls["Documentation"] == DOCS
-    assert set(Section) <= anchors(ROOT / "docs" / PAGE)
+    assert set(PageSection) <= anchors(ROOT / "docs" / PAGE)
 
 
 def test_requests_that_fail_without_a_node_are_ours() -> None:
@@ -310,15 +310,18 @@ def test_prompts_that_are_computed_twice_are_a_loss() -> None:
 
 def test_a_node_that_goes_away_has_a_next_step_though_nothing_is_wrong() -> None:
     drained = step([view("p0"), view("d0", State.DRAINING, 5.0), view("d1")])
-    assert (drained.command, drained.section) == (f"curl -sS -X POST {HERE}/nodes/d0/rejoin", Section.A_NODE_GOES_AWAY)
+    assert (drained.command, drained.section) == (
+        f"curl -sS -X POST {HERE}/nodes/d0/rejoin",
+        PageSection.A_NODE_GOES_AWAY,
+    )
     ending = step([view("p0"), view("d0", State.TERMINATING, 5.0), view("d1")])
-    assert (ending.command, ending.section) == (f"curl -sS {HERE}/nodes", Section.A_NODE_GOES_AWAY)
+    assert (ending.command, ending.section) == (f"curl -sS {HERE}/nodes", PageSection.A_NODE_GOES_AWAY)
 
 
 def test_a_node_that_does_not_join_may_have_a_wrong_address() -> None:
     found = step([view("p0"), view("d0", State.JOINING, 5.0, "cannot be reached: d0: connection refused"), view("d1")])
     assert "correct its address" in found.what
-    assert found.section == Section.A_NODE_DOES_NOT_JOIN
+    assert found.section == PageSection.A_NODE_DOES_NOT_JOIN
 
 
 def test_nodes_that_exchange_no_tickets() -> None:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy import __version__
 from pdproxy.admin.context import AdminContext
-from pdproxy.admin.next_step import DOCS, PAGE, Section
+from pdproxy.admin.next_step import DOCS, PAGE, PageSection
 from pdproxy.background import Background
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
@@ -143,12 +143,12 @@ async def test_a_decode_node_is_killed_and_comes_back(page: Page, fleet: Fleet) 
     fleet.leg_failed("d0", Fault.RESET)
     await shows(page, "cause", "◐ a node, and others took over: d0")
     assert await findings(page, "what") == ["On d0 1 leg failed in the last 30 s (reset); it still gets requests."]
-    assert (await next_step(page))[1] == Section.LEGS_FAIL_ON_A_NODE
+    assert (await next_step(page))[1] == PageSection.LEGS_FAIL_ON_A_NODE
     await fleet.become(Fault.REFUSED, "d0")
     await shows(page, "cause", "✕ a node: d0")
     await shows(page, "loss", "Served, with less room: 1 of 2 decode nodes take requests as usual.")
     assert await findings(page, "what") == ["d0 has been down for 0 s (health: cannot be reached: injected)."]
-    assert await next_step(page) == ("curl -sS -i -m 5 http://d0/health", Section.A_NODE_IS_DOWN)
+    assert await next_step(page) == ("curl -sS -i -m 5 http://d0/health", PageSection.A_NODE_IS_DOWN)
     fleet.clock.advance(20)
     await fleet.become(None, "d0")
     await shows(page, "cause", "● nothing is wrong any more")
@@ -183,7 +183,7 @@ async def test_the_prefill_node_freezes(page: Page, fleet: Fleet) -> None:
     assert await text(page, "loss") == SLOWER
     frozen = "p0 has been down for 0 s (health: cannot be reached: injected). Nothing comes back from it."
     assert await findings(page, "what") == [frozen]
-    assert (await next_step(page))[1] == Section.A_NODE_IS_SILENT
+    assert (await next_step(page))[1] == PageSection.A_NODE_IS_SILENT
 
 
 async def test_the_network_is_cut(page: Page, fleet: Fleet) -> None:
@@ -194,7 +194,7 @@ async def test_the_network_is_cut(page: Page, fleet: Fleet) -> None:
     )
     assert (await findings(page, "what"))[1] == cut
     assert await text(page, "loss") == "New requests get a 503: no decode node serves."
-    assert await next_step(page) == ("curl -sS -i -m 5 http://p0/health", Section.NOTHING_COMES_BACK_FROM_ANY_NODE)
+    assert await next_step(page) == ("curl -sS -i -m 5 http://p0/health", PageSection.NOTHING_COMES_BACK_FROM_ANY_NODE)
 
 
 async def test_a_node_is_refused_for_a_setting(page: Page, fleet: Fleet) -> None:
@@ -202,7 +202,7 @@ async def test_a_node_is_refused_for_a_setting(page: Page, fleet: Fleet) -> None
     await shows(page, "cause", "✕ a node: d1")
     why = "mamba_cache_mode is 'all' there and 'align' on its partners: set it to 'align'"
     assert await findings(page, "what") == [f"d1 has been refused for 0 s ({why})."]
-    assert await next_step(page) == ("pdproxy check", Section.A_NODE_IS_REFUSED)
+    assert await next_step(page) == ("pdproxy check", PageSection.A_NODE_IS_REFUSED)
 
 
 async def test_a_node_is_drained(page: Page, fleet: Fleet) -> None:
@@ -211,7 +211,7 @@ async def test_a_node_is_drained(page: Page, fleet: Fleet) -> None:
     assert await text(page, "cause") == "● nothing is wrong"
     assert await findings(page, "what") == ["d0 has been draining for 0 s (drained by the operator)."]
     command, section = await next_step(page)
-    assert section == Section.A_NODE_GOES_AWAY
+    assert section == PageSection.A_NODE_GOES_AWAY
     fleet.pool.drain("d1")
     await shows(page, "cause", "✕ nodes: d0, d1")
     assert (await next_step(page)) == (command, section)
@@ -223,7 +223,7 @@ async def test_requests_are_turned_away(page: Page, fleet: Fleet) -> None:
     fleet.live.recent.ended(request, fleet.clock.now(), Outcome.REJECTED)
     await shows(page, "cause", "◐ neither: too much is asked")
     assert (await findings(page, "what"))[0].startswith("Requests were turned away")
-    assert (await next_step(page))[1] == Section.REQUESTS_ARE_TURNED_AWAY
+    assert (await next_step(page))[1] == PageSection.REQUESTS_ARE_TURNED_AWAY
     fleet.clock.advance(60)
     await shows(page, "cause", "● nothing is wrong any more")
     assert await findings(page, "earlier") == ["Requests turned away: 1, the last one 60 s ago."]

@@ -55,7 +55,7 @@ async def fetched(page: Page, url: str, **options: Any) -> Any:
 
 
 def nodes(context: AdminContext) -> list[tuple[str, str]]:
-    return [(view.node.name, view.state) for view in context.pool.snapshot().nodes]
+    return [(view.node.name, view.state) for view in context.pool.state().nodes]
 
 
 async def open_page(page: Page, url: str) -> None:

@@ -62,7 +62,7 @@ def test_one_node_that_forgets_nothing_is_near_the_bound() -> None:
 def test_a_simulation_can_be_repeated(routing: Routing) -> None:
     one, other = Simulation(routing, Fleet()), Simulation(routing, Fleet())
     assert one.run(SMALL["agents"]) == other.run(SMALL["agents"])
-    assert {(view.active, view.lightest.queued) for view in one.pool.snapshot().nodes} == {(0, 0)}
+    assert {(view.active, view.lightest.queued) for view in one.pool.state().nodes} == {(0, 0)}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -197,7 +197,7 @@ def test_equal_nodes_answer_all_and_hold_nothing_after_it() -> None:
     simulation = Simulation(Routing.CACHE, dataclasses.replace(CHUNKED, boths=3, prefill_rate=20_000.0))
     outcome = simulation.run(SMALL["agents"])
     assert len(outcome.streams) == len(SMALL["agents"].requests)
-    assert {(view.active, view.lightest.queued, view.footprint) for view in simulation.pool.snapshot().nodes} == {
+    assert {(view.active, view.lightest.queued, view.footprint) for view in simulation.pool.state().nodes} == {
         (0, 0, Footprint())
     }
     assert {node.streams for node in simulation.nodes.values()} == {0}
@@ -217,7 +217,7 @@ def test_a_prompt_that_is_handed_over_waits_on_no_decode_node() -> None:
     simulation, trace = Simulation(Routing.LEAST_LOADED, dataclasses.replace(CHUNKED, boths=2)), asked((0.0, 1000, 40))
     seen = set[tuple[int, ...]]()
     for wait in simulation._request(trace, 0):
-        views = simulation.pool.snapshot().nodes
+        views = simulation.pool.state().nodes
         seen.add((sum(view.active for view in views), sum(view.lightest.prompts for view in views)))
         simulation.clock.advance(wait)
     assert seen == {(2, 1), (1, 0)}

@@ -19,7 +19,7 @@ from typing import Any
 from connector.counters import Counters
 from connector.messages import Verdict
 from connector.side_channel import Listener
-from connector.tcp_server import Limits
+from connector.tcp_server import ServerLimits
 from tests.connector.strangers import memory_of
 
 PAYLOAD = bytes(50_000)
@@ -101,7 +101,9 @@ def serve(pipe: Connection, limits: dict[str, Any], descriptors: int, left: int)
     if descriptors:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     counters = Counters()
-    listener = Listener("127.0.0.1", 0, {(0, 0): PAYLOAD}, lambda *_: Verdict.HELD, counters, limits=Limits(**limits))
+    listener = Listener(
+        "127.0.0.1", 0, {(0, 0): PAYLOAD}, lambda *_: Verdict.HELD, counters, limits=ServerLimits(**limits)
+    )
     listener.start()
     taken = take_descriptors(left) if left >= 0 else []
     pipe.send(listener.port)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from connector.admission import Admission, Unchanged
+from connector.admission import AdmissionControl, NoAdmissionControl
 from connector.counters import ReadOutcome
 from connector.kv_groups import BoundedGroup, GrowingGroup, SequenceBlocks
 from tests.connector.harness import BLOCK, DENSE, HYBRID, Node, lost, make_node, nonce_of, prompt, take_ticket
@@ -61,13 +61,13 @@ def cache() -> Cache:
 
 
 @pytest.fixture
-def admission(cache: Cache) -> Admission:
-    made = Admission(SIZES, lambda: cache.held, cache)
+def admission(cache: Cache) -> AdmissionControl:
+    made = AdmissionControl(SIZES, lambda: cache.held, cache)
     made.bind(cache.pool)
     return made
 
 
-def asked(admission: Admission, request: Request, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+def asked(admission: AdmissionControl, request: Request, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
     stands_in: Any = request
     return admission.answer(stands_in, answer)
 
@@ -76,12 +76,14 @@ A, B = Request("a", 160), Request("b", 64)
 
 
 @pytest.mark.parametrize("answer", [ASIDE, COMPUTE, LOAD])
-def test_an_answer_stays_as_it_is_while_nothing_is_wrong(admission: Admission, answer: tuple[int | None, bool]) -> None:
+def test_an_answer_stays_as_it_is_while_nothing_is_wrong(
+    admission: AdmissionControl, answer: tuple[int | None, bool]
+) -> None:
     assert [asked(admission, A, answer) for _ in range(3)] == [answer] * 3
 
 
 def test_a_request_that_cannot_fit_beside_a_quarantine_is_skipped_until_it_can(
-    admission: Admission, cache: Cache
+    admission: AdmissionControl, cache: Cache
 ) -> None:
     cache.quarantine(10)
     assert asked(admission, A, COMPUTE) == ASIDE
@@ -93,12 +95,12 @@ def test_a_request_that_cannot_fit_beside_a_quarantine_is_skipped_until_it_can(
     assert len(admission) == 0
 
 
-def test_a_request_that_fits_once_others_have_ended_keeps_its_turn(admission: Admission, cache: Cache) -> None:
+def test_a_request_that_fits_once_others_have_ended_keeps_its_turn(admission: AdmissionControl, cache: Cache) -> None:
     cache.held, cache.pool.free = 5, 2
     assert [asked(admission, A, COMPUTE) for _ in range(3)] == [COMPUTE] * 3
 
 
-def test_vllms_own_refusal_counts_where_nothing_can_make_more_room(admission: Admission, cache: Cache) -> None:
+def test_vllms_own_refusal_counts_where_nothing_can_make_more_room(admission: AdmissionControl, cache: Cache) -> None:
     """11 blocks are the least that 160 tokens take; a local hit may cost one more."""
     cache.quarantine(9)
     assert [asked(admission, A, COMPUTE) for _ in range(3)] == [COMPUTE, ASIDE, ASIDE]
@@ -111,7 +113,7 @@ def test_vllms_own_refusal_counts_where_nothing_can_make_more_room(admission: Ad
     assert len(admission) == 0
 
 
-def test_a_preempted_request_needs_its_next_block(admission: Admission, cache: Cache) -> None:
+def test_a_preempted_request_needs_its_next_block(admission: AdmissionControl, cache: Cache) -> None:
     """It would be preempted again before its next token, and again."""
     cache.quarantine(9)
     assert asked(admission, Request("a", 160, num_preemptions=1), COMPUTE) == ASIDE
@@ -120,7 +122,7 @@ def test_a_preempted_request_needs_its_next_block(admission: Admission, cache: C
 
 
 def test_a_hit_inside_a_block_goes_where_vllm_refuses_the_request_in_an_unused_cache(
-    admission: Admission, cache: Cache
+    admission: AdmissionControl, cache: Cache
 ) -> None:
     cache.partial_hits = {"a", "b"}
     assert [asked(admission, A, COMPUTE) for _ in range(3)] == [COMPUTE, ASIDE, COMPUTE]
@@ -129,7 +131,7 @@ def test_a_hit_inside_a_block_goes_where_vllm_refuses_the_request_in_an_unused_c
 
 @pytest.mark.parametrize("change", ["a request holds blocks", "one was admitted"])
 def test_a_hit_inside_a_block_stays_while_something_else_may_make_room(
-    admission: Admission, cache: Cache, change: str
+    admission: AdmissionControl, cache: Cache, change: str
 ) -> None:
     cache.partial_hits = {"a"}
     for _ in range(3):
@@ -141,7 +143,7 @@ def test_a_hit_inside_a_block_stays_while_something_else_may_make_room(
     assert cache.partial_hits == {"a"}
 
 
-def test_a_hit_inside_a_block_goes_before_a_request_steps_aside(admission: Admission, cache: Cache) -> None:
+def test_a_hit_inside_a_block_goes_before_a_request_steps_aside(admission: AdmissionControl, cache: Cache) -> None:
     cache.partial_hits = {"a"}
     cache.quarantine(9)
     assert [asked(admission, A, COMPUTE) for _ in range(2)] == [COMPUTE, ASIDE]
@@ -149,32 +151,32 @@ def test_a_hit_inside_a_block_goes_before_a_request_steps_aside(admission: Admis
     assert [asked(admission, A, COMPUTE) for _ in range(2)] == [COMPUTE, ASIDE]
 
 
-def fail_to_load(admission: Admission, request: Request) -> None:
+def fail_to_load(admission: AdmissionControl, request: Request) -> None:
     """Up to the moment in which vLLM asks about it again."""
     assert asked(admission, request, LOAD) == LOAD
     admission.on_admitted(request.request_id, 64)
 
 
-def test_a_failed_load_that_does_not_fit_steps_back_once(admission: Admission, cache: Cache) -> None:
+def test_a_failed_load_that_does_not_fit_steps_back_once(admission: AdmissionControl, cache: Cache) -> None:
     """Behind requests that were read well, and hold their blocks: they would wait for it, and it for them."""
     fail_to_load(admission, A)
     cache.pool.free = 11
     assert [asked(admission, A, COMPUTE) for _ in range(2)] == [ASIDE, COMPUTE]
 
 
-def test_a_failed_load_that_fits_is_computed_at_once(admission: Admission, cache: Cache) -> None:
+def test_a_failed_load_that_fits_is_computed_at_once(admission: AdmissionControl, cache: Cache) -> None:
     fail_to_load(admission, A)
     cache.pool.free = 12
     assert asked(admission, A, COMPUTE) == COMPUTE
 
 
-def test_a_second_load_is_offered_once(admission: Admission) -> None:
+def test_a_second_load_is_offered_once(admission: AdmissionControl) -> None:
     """vLLM still reserves the blocks of the first one: where both do not fit, nobody behind would be asked."""
     fail_to_load(admission, A)
     assert [asked(admission, A, LOAD) for _ in range(3)] == [LOAD, COMPUTE, COMPUTE]
 
 
-def test_other_loads_are_computed_where_a_failed_one_s_reservation_leaves_no_room(admission: Admission) -> None:
+def test_other_loads_are_computed_where_a_failed_one_s_reservation_leaves_no_room(admission: AdmissionControl) -> None:
     fail_to_load(admission, A)
     assert asked(admission, A, COMPUTE) == COMPUTE
     assert [asked(admission, B, LOAD) for _ in range(2)] == [LOAD, COMPUTE]
@@ -182,14 +184,14 @@ def test_other_loads_are_computed_where_a_failed_one_s_reservation_leaves_no_roo
     assert asked(admission, B, LOAD) == LOAD
 
 
-def test_a_load_that_ended_well_is_forgotten(admission: Admission) -> None:
+def test_a_load_that_ended_well_is_forgotten(admission: AdmissionControl) -> None:
     fail_to_load(admission, A)
     admission.on_admitted("a", 0)
     assert len(admission) == 0
     assert asked(admission, A, LOAD) == LOAD
 
 
-def test_a_request_that_has_ended_is_forgotten(admission: Admission) -> None:
+def test_a_request_that_has_ended_is_forgotten(admission: AdmissionControl) -> None:
     fail_to_load(admission, A)
     admission.forget("a")
     assert len(admission) == 0
@@ -197,7 +199,7 @@ def test_a_request_that_has_ended_is_forgotten(admission: Admission) -> None:
 
 
 def test_one_of_several_connectors_leaves_it_to_the_one_that_chooses(cache: Cache) -> None:
-    child = Unchanged(SIZES, lambda: cache.held, cache)
+    child = NoAdmissionControl(SIZES, lambda: cache.held, cache)
     child.bind(cache.pool)
     cache.quarantine(19)
     assert asked(child, A, LOAD) == LOAD

@@ -1,12 +1,12 @@
 """Hand-over ids: released before, during or after the prefill."""
 
-from connector.prefill_tickets import HandOvers
+from connector.prefill_tickets import HandOverIds
 
 ID = "hand-over-0123456789"
 
 
-def table(memory: float = 60.0, capacity: int = 100) -> HandOvers:
-    return HandOvers(memory=memory, capacity=capacity)
+def table(memory: float = 60.0, capacity: int = 100) -> HandOverIds:
+    return HandOverIds(memory=memory, capacity=capacity)
 
 
 def test_a_release_names_the_requests_that_carry_the_id() -> None:

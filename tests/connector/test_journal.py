@@ -11,7 +11,7 @@ import pytest
 from connector.journal import (
     CACHED,
     BadRecordsError,
-    Journal,
+    JournalWriter,
     Names,
     Output,
     Record,
@@ -31,7 +31,7 @@ def records_in(data: bytes) -> list[Any]:
 
 
 def test_events_leave_with_their_record() -> None:
-    journal = Journal()
+    journal = JournalWriter()
     assert journal.commit(()) == b""
     journal.add(event(text="a"))
     journal.add(event(text="b"))
@@ -49,20 +49,20 @@ def test_events_leave_with_their_record() -> None:
 
 
 def test_a_record_has_no_line_break_in_it() -> None:
-    data = Journal().commit([Output(0, [1], "stop", "one\ntwo\r\u2028")])
+    data = JournalWriter().commit([Output(0, [1], "stop", "one\ntwo\r\u2028")])
     assert data.count(b"\n") == 2
     assert data.isascii()
 
 
 def test_comments_are_no_events() -> None:
-    journal = Journal()
+    journal = JournalWriter()
     journal.add(b": keep-alive\n\n")
     journal.add(event(text="a"))
     assert records_in(journal.commit([Output(0, [5])])) == [[1, [[[0, [5]]]]]]
 
 
 def test_a_journal_is_read_as_it_was_written() -> None:
-    journal = Journal()
+    journal = JournalWriter()
     journal.add(event(id="first", created=77))
     journal.note_cached(16, 0)
     written = journal.commit([Output(0, [5]), Output(2, [6, 7], "length", None)])
@@ -75,8 +75,8 @@ def test_a_journal_is_read_as_it_was_written() -> None:
     ]
 
 
-def replayed(records: Sequence[Record], *parts: tuple[Sequence[bytes], Sequence[Output]]) -> Journal:
-    journal = Journal(records)
+def replayed(records: Sequence[Record], *parts: tuple[Sequence[bytes], Sequence[Output]]) -> JournalWriter:
+    journal = JournalWriter(records)
     journal.commit(())
     for events, group in parts:
         for each in events:
@@ -98,7 +98,7 @@ def test_what_the_client_has_is_dropped() -> None:
 
 
 def test_events_before_any_output_are_a_record_of_their_own() -> None:
-    journal = Journal([Record(1, [], {"id": ["one"]})])
+    journal = JournalWriter([Record(1, [], {"id": ["one"]})])
     journal.add(event(id="two"))
     assert journal.commit(()) == b""
     assert not journal.replaying
@@ -113,12 +113,12 @@ def test_other_events_than_the_client_has_are_an_error(events: int) -> None:
 
 
 def test_the_cache_of_the_first_leg_is_noted_once() -> None:
-    journal = Journal()
+    journal = JournalWriter()
     journal.note_cached(16, None)
     assert records_in(journal.commit(GROUP))[0][2] == {CACHED: [16, None]}
     journal.note_cached(32, None)
     assert len(records_in(journal.commit(GROUP))[0]) == 2
-    later = Journal([Record(0, [GROUP], {CACHED: [16, None]})])
+    later = JournalWriter([Record(0, [GROUP], {CACHED: [16, None]})])
     later.note_cached(64, None)
     later.commit(())
     later.commit(GROUP)

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from connector.messages import HANDSHAKE, LONGEST_QUESTION
-from connector.tcp_server import SHARE, Limits, network_of
+from connector.tcp_server import SHARE, ServerLimits, network_of
 from connector.zmtp import MOST_FRAMES, Zmtp
 from tests.connector.attacked import PAYLOAD, Victim, start
 from tests.connector.strangers import HOST, flooded, greet
@@ -236,7 +236,7 @@ def test_libzmq_comes_through_an_attack(victim: Victim) -> None:
 
 
 def test_half_of_the_descriptors_are_left_to_others() -> None:
-    limits = Limits(connections=1 << 30, peer_connections=1 << 30).within_descriptors()
+    limits = ServerLimits(connections=1 << 30, peer_connections=1 << 30).within_descriptors()
     assert limits.peer_connections == limits.connections < 1 << 30
 
 

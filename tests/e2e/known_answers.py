@@ -19,7 +19,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import Preflight
 from pdproxy.nodes.proof import Prover
 from pdproxy.observe.metrics import Metrics
-from pdproxy.orchestration.answers_agree import Comparison
+from pdproxy.orchestration.answers_agree import AnswerDistance
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.known_answer import KnownAnswer, Unreadable
 from pdproxy.orchestration.orchestrator import Orchestrator
@@ -109,7 +109,7 @@ class Row:
     """The tests of one pair."""
 
     name: str
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[AnswerDistance, ...]
     unreadable: int
 
     def caught(self) -> int:

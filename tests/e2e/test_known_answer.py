@@ -115,7 +115,7 @@ async def test_a_pair_that_fails_is_kept_apart_and_its_clients_get_right_answers
         right = await made.node(pair.decode, PoolRole.DECODE)
         wrong = await made.node(odd, PoolRole.DECODE)
         await made.join(prefill, right, wrong)
-        bars = made.means.pool.snapshot().bars
+        bars = made.means.pool.state().bars
         assert bars.allow("prefill", "decode")
         assert set(bars.nodes) == {"odd"}
         made.means.pool.remove("decode")

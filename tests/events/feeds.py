@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.events.places import PlaceCaches, PlaceFeed
 from pdproxy.events.sources import EventSource
-from pdproxy.events.subscription import Subscription, Waits
+from pdproxy.events.subscription import Subscription, SubscriptionTimeouts
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme
 from pdproxy.planning.prefix import Place
@@ -16,7 +16,7 @@ from tests.fakes.clock import FakeClock
 
 SCHEME = HashScheme(HashAlgorithm.SHA256_CBOR, 16, 16, bytes(32))
 PLACE = Place("p1")
-QUICK = Waits(connect=2.0, replay=2.0, first_check=0.02, check=0.05)
+QUICK = SubscriptionTimeouts(connect=2.0, replay=2.0, first_check=0.02, check=0.05)
 
 
 class Caches(PlaceCaches):
@@ -43,7 +43,9 @@ def feed_of(caches: PlaceCaches, source: EventSource, place: Place = PLACE) -> P
 
 
 @contextlib.asynccontextmanager
-async def subscribed(caches: Caches, source: EventSource, waits: Waits = QUICK) -> AsyncIterator[asyncio.Task[None]]:
+async def subscribed(
+    caches: Caches, source: EventSource, waits: SubscriptionTimeouts = QUICK
+) -> AsyncIterator[asyncio.Task[None]]:
     """A subscription that has caught up, and goes on meanwhile."""
     subscription = Subscription(source, feed_of(caches, source), caches.metrics, waits)
     caught_up = asyncio.Event()

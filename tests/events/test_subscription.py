@@ -6,12 +6,12 @@ import dataclasses
 import pytest
 
 from pdproxy.errors import Fault, NodeFault
-from pdproxy.events.subscription import Waits
+from pdproxy.events.subscription import SubscriptionTimeouts
 from pdproxy.observe.labels import Known
 from tests.events.feeds import PLACE, QUICK, Caches, feed_of, subscribed
 from tests.events.publisher import kept_ports, publishing, removed, stored, until
 
-PATIENT = Waits(connect=2.0, replay=2.0, first_check=60.0, check=60.0)
+PATIENT = SubscriptionTimeouts(connect=2.0, replay=2.0, first_check=60.0, check=60.0)
 """Silence is never taken for a loss."""
 
 

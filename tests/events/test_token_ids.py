@@ -13,7 +13,7 @@ from pdproxy.events.token_ids import (
     MOST_AT_ONCE,
     SHUT_SECONDS,
     TokenIds,
-    Waits,
+    Waiting,
     given_ids,
     tokenize_body,
 )
@@ -41,7 +41,7 @@ class Asked:
     def answers(self, *ids: int) -> None:
         self.info.paths[PATH] = 200, json.dumps({"count": len(ids), "tokens": ids, "token_strs": None}).encode()
 
-    async def of(self, body: dict[str, Any], waits: Waits = Waits.PLAN) -> Sequence[int] | None:
+    async def of(self, body: dict[str, Any], waits: Waiting = Waiting.PLAN) -> Sequence[int] | None:
         ids = await self.token_ids.of(body, self.node, waits)
         return None if ids is None else list(ids)
 
@@ -135,8 +135,8 @@ async def test_a_node_that_cannot_render_is_left_in_peace_for_a_while() -> None:
     assert await asked.of(TEXT) == [4]
 
 
-@pytest.mark.parametrize(("waits", "most"), [(Waits.PLAN, MOST_AT_ONCE), (Waits.NOTHING, MOST_AT_ONCE // 2)])
-async def test_only_so_many_are_asked_for_at_once(waits: Waits, most: int) -> None:
+@pytest.mark.parametrize(("waits", "most"), [(Waiting.PLAN, MOST_AT_ONCE), (Waiting.NOTHING, MOST_AT_ONCE // 2)])
+async def test_only_so_many_are_asked_for_at_once(waits: Waiting, most: int) -> None:
     asked = Asked()
     asked.info.held.clear()
     asking = [asyncio.create_task(asked.of({"prompt": str(number)}, waits)) for number in range(most)]
@@ -170,9 +170,9 @@ async def test_it_does_not_pay_to_wait_for_nodes_that_take_longer_than_they_may(
     """Which shows where nothing waits for them: a node has more time there."""
     asked = Asked()
     asked.info.paths[PATH] = Fault.HEADERS_TIMEOUT
-    assert await asked.of(TEXT, Waits.NOTHING) is None
+    assert await asked.of(TEXT, Waiting.NOTHING) is None
     assert not asked.token_ids.pays(10 * BEHIND_SECONDS)
     asked.answers(4)
     for _ in range(40):
-        await asked.of(TEXT, Waits.NOTHING)
+        await asked.of(TEXT, Waiting.NOTHING)
     assert asked.token_ids.pays(0.05), "one slow answer is not believed for ever"

@@ -30,7 +30,7 @@ def health_check(
 
 async def visit_all(health: HealthCheck, pool: Pool) -> None:
     """One visit to each node, to its end."""
-    await asyncio.gather(*(health.visit(view) for view in pool.snapshot().nodes))
+    await asyncio.gather(*(health.visit(view) for view in pool.state().nodes))
 
 
 def state(pool: Pool, name: str) -> State:

@@ -71,14 +71,14 @@ class ProvedPool:
         before = len(self.test.asked)
         for name in names:
             node = node_of(name, cohort)
-            if name not in {view.node.name for view in self.pool.snapshot().nodes}:
+            if name not in {view.node.name for view in self.pool.state().nodes}:
                 self.pool.add(node)
             await self.prover.join(node)
             self.pool.admit(node)
         return self.test.asked[before:]
 
     def allowed(self, prefill: str, decode: str) -> bool:
-        return self.pool.snapshot().bars.allow(prefill, decode)
+        return self.pool.state().bars.allow(prefill, decode)
 
     def gauge(self, prefill: str, decode: str) -> float | None:
         return self.registry.get_sample_value("pdproxy_pair_barred", {"prefill": prefill, "decode": decode})

@@ -116,8 +116,8 @@ async def test_a_node_that_is_barred_from_all_is_so_in_each_role(made: ProvedPoo
 
 async def test_one_node_alone_lacks_no_hand_overs(made: ProvedPool) -> None:
     await join(made, "n1")
-    assert verdict(made.pool.snapshot(), Used()).why == ()
-    assert not verdict(made.pool.snapshot(), Used()).fail
+    assert verdict(made.pool.state(), Used()).why == ()
+    assert not verdict(made.pool.state(), Used()).fail
     (cohort,) = Cohorts(made.pool, made.prover.proved).report()
     assert (cohort.prefill.serving, cohort.decode.serving, cohort.complete) == (1, 1, False)
 

@@ -57,7 +57,7 @@ class Fleet:
 
     def planned(self) -> tuple[str, str]:
         """Where the next request goes."""
-        made = plan(self.pool.snapshot(), PlanInput("m"), PlanPolicy(LEAST_LOADED), 0)
+        made = plan(self.pool.state(), PlanInput("m"), PlanPolicy(LEAST_LOADED), 0)
         return made.prefill.name if made.prefill else "", made.decode.name
 
     def value(self, name: str, **labels: str) -> float | None:

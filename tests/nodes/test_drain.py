@@ -32,7 +32,7 @@ async def drainer(pool: Pool, clock: FakeClock) -> AsyncIterator[Drainer]:
 async def test_an_idle_node_is_removed_at_once(pool: Pool, drainer: Drainer) -> None:
     drainer.start("d1", 30, AfterDrain.REMOVE)
     assert pool.view("d1").state is State.DRAINING
-    await until(lambda: not pool.snapshot().nodes)
+    await until(lambda: not pool.state().nodes)
 
 
 async def test_running_requests_may_finish(pool: Pool, drainer: Drainer, clock: FakeClock) -> None:
@@ -43,7 +43,7 @@ async def test_running_requests_may_finish(pool: Pool, drainer: Drainer, clock: 
     await settle()
     assert not leaving.is_set()
     leg.release()
-    await until(lambda: not pool.snapshot().nodes)
+    await until(lambda: not pool.state().nodes)
 
 
 async def test_at_the_deadline_streams_must_leave_and_get_time_for_it(
@@ -57,7 +57,7 @@ async def test_at_the_deadline_streams_must_leave_and_get_time_for_it(
     assert pool.view("d1").state is State.DRAINING
     await settle()
     clock.advance(5)
-    await until(lambda: not pool.snapshot().nodes)
+    await until(lambda: not pool.state().nodes)
     leg.release()
 
 
@@ -73,7 +73,7 @@ async def test_a_second_drain_replaces_the_first(pool: Pool, drainer: Drainer, c
         await settle()
         drainer.start("d1", 0, AfterDrain.REMOVE)
         await until(pool.leaving("d1").is_set)
-    await until(lambda: not pool.snapshot().nodes)
+    await until(lambda: not pool.state().nodes)
 
 
 async def test_a_stopped_drain_has_no_deadline_any_more(pool: Pool, drainer: Drainer, clock: FakeClock) -> None:
@@ -112,4 +112,4 @@ async def test_streams_leave_a_terminating_node_at_the_deadline_also_those_that_
 async def test_a_terminating_node_that_is_gone_is_removed(pool: Pool, drainer: Drainer) -> None:
     drainer.terminate("d1", 30)
     drainer.start("d1", 30, AfterDrain.REMOVE)
-    await until(lambda: not pool.snapshot().nodes)
+    await until(lambda: not pool.state().nodes)

@@ -5,7 +5,7 @@ from typing import Any
 
 from pdproxy.nodes.hand_over_verdict import HandOverVerdict, verdict
 from pdproxy.nodes.hand_overs import Used
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import Bars, Node, NodeView, PoolState, Role, State
 
 CANNOT = "d0 cannot reach p0 at 127.0.0.1:5600: set NODE_ADDRESS"
 
@@ -21,7 +21,7 @@ def of(
     *views: NodeView, pairs: Mapping[tuple[str, str], str] | None = None, nodes: Mapping[str, str] | None = None,
     used: Used | None = None,
 ) -> HandOverVerdict:  # fmt: skip
-    return verdict(Snapshot(views, Bars(pairs or {}, nodes or {})), used or Used())
+    return verdict(PoolState(views, Bars(pairs or {}, nodes or {})), used or Used())
 
 
 def test_all_is_well() -> None:

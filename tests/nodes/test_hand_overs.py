@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.nodes.hand_overs import LAST, LAST_ON_TRIAL, RECENT, HandOvers, Used
-from pdproxy.nodes.outlier import LATELY, Source
+from pdproxy.nodes.hand_overs import LAST, LAST_ON_TRIAL, RECENT, HandOverResults, Used
+from pdproxy.nodes.outlier import LATELY, LegOrigin
 
 PAIR, OTHER = ("p0", "d0"), ("p0", "d1")
 NOW = 1000.0
@@ -17,12 +17,15 @@ class Seen:
     """What became of tickets, each of another prompt."""
 
     def __init__(self) -> None:
-        self.hand_overs, self.requests = HandOvers(), 0
+        self.hand_overs, self.requests = HandOverResults(), 0
 
     def in_vain(self, times: int = 1, client: str = "", now: float = NOW, prompt: str | None = None) -> None:
         for _ in range(times):
             self.requests += 1
-            source, name = Source(f"r-{self.requests}", client), f"prompt {self.requests}" if prompt is None else prompt
+            source, name = (
+                LegOrigin(f"r-{self.requests}", client),
+                f"prompt {self.requests}" if prompt is None else prompt,
+            )
             self.hand_overs.ticket_in_vain(PAIR, source, name, now)
 
     def used(self, times: int = 1, client: str = "", now: float = NOW, pair: tuple[str, str] = PAIR) -> None:
@@ -64,7 +67,7 @@ def test_a_pair_of_which_one_ticket_in_five_is_of_use_is_never_barred(useful: li
 def test_a_prompt_counts_once_and_without_its_digest_a_session_does(seen: Seen) -> None:
     seen.in_vain(500, prompt="one")
     for number in range(500):
-        seen.hand_overs.ticket_in_vain(PAIR, Source(f"s-{number}", session=7), "", NOW)
+        seen.hand_overs.ticket_in_vain(PAIR, LegOrigin(f"s-{number}", session=7), "", NOW)
     assert not seen.barred()
     seen.in_vain(LAST - 2)
     assert seen.barred()

@@ -16,7 +16,7 @@ from tests.nodes.health import FakeProof, health_check, state, visit_all
 
 async def test_a_first_visit_brings_nodes_in(pool: Pool, health: HealthCheck) -> None:
     await visit_all(health, pool)
-    assert [view.state for view in pool.snapshot().nodes] == [State.UP, State.UP]
+    assert [view.state for view in pool.state().nodes] == [State.UP, State.UP]
 
 
 async def test_a_visit_that_finds_nothing_new_leaves_the_node_as_it_is(
@@ -24,9 +24,9 @@ async def test_a_visit_that_finds_nothing_new_leaves_the_node_as_it_is(
 ) -> None:
     """The list of models is dated anew in each answer; whatever follows a node, as its KV events, would begin anew."""
     await visit_all(health, pool)
-    before = [view.node for view in pool.snapshot().nodes]
+    before = [view.node for view in pool.state().nodes]
     await visit_all(health, pool)
-    after = [view.node for view in pool.snapshot().nodes]
+    after = [view.node for view in pool.state().nodes]
     assert all(now is then for now, then in zip(after, before, strict=True))
     transport.nodes["d1"].names = ("tiny", "adapter")
     await visit_all(health, pool)

@@ -27,7 +27,7 @@ async def test_it_runs_by_the_clock(
     pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
 ) -> None:
     async with running(health):
-        await until(lambda: all(view.state is State.UP for view in pool.snapshot().nodes))
+        await until(lambda: all(view.state is State.UP for view in pool.state().nodes))
         transport.nodes["d1"].fault = Fault.REFUSED
         asked = transport.nodes["d1"].asked
         for probes in (1, 2, 3):
@@ -43,7 +43,7 @@ async def test_an_idle_node_whose_process_is_killed_is_down_two_seconds_after_th
 ) -> None:
     """No request tells of it. Its host refuses connections at once, so the next probes need not wait for their turn."""
     async with running(health):
-        await until(lambda: all(view.state is State.UP for view in pool.snapshot().nodes))
+        await until(lambda: all(view.state is State.UP for view in pool.state().nodes))
         transport.nodes["d1"].fault = Fault.REFUSED
         for _ in range(6):
             clock.advance(1)
@@ -88,7 +88,7 @@ async def test_a_slow_node_delays_no_other(
     pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
 ) -> None:
     async with running(health):
-        await until(lambda: all(view.state is State.UP for view in pool.snapshot().nodes))
+        await until(lambda: all(view.state is State.UP for view in pool.state().nodes))
         transport.nodes["p1"].held.clear()
         for probes in (1, 2, 3):
             await settle()

@@ -119,11 +119,11 @@ async def test_two_fingerprints_are_two_cohorts_and_the_difference_is_named(
     add(pool, transport, "p1", "d1", "d2", "p2")
     for name in ("p1", "d1", "d2"):
         await joiner.attempt(name)
-    assert [view.state for view in pool.snapshot().nodes] == [State.UP] * 3 + [State.JOINING]
+    assert [view.state for view in pool.state().nodes] == [State.UP] * 3 + [State.JOINING]
     beginning = "node d2 exchanges no tickets: checkpoint: new here, old on p1: the same weights"
     assert [record.message[: len(beginning)] for record in caplog.records] == [beginning]
     await joiner.attempt("p2")
-    cohorts = {view.node.name: view.node.cohort.rpartition("+")[2] for view in pool.snapshot().nodes}
+    cohorts = {view.node.name: view.node.cohort.rpartition("+")[2] for view in pool.state().nodes}
     assert cohorts == {"p1": "old", "d1": "old", "p2": "new", "d2": "new"}
     assert len(caplog.records) == 1
 
@@ -186,7 +186,7 @@ async def test_nodes_that_join_at_once_are_compared_with_each_other(
     add(pool, transport, "p1", "d1")
     transport.nodes["d1"].labels = {**LABELS, "dtype": "float16"}
     await asyncio.gather(joiner.attempt("p1"), joiner.attempt("d1"))
-    states = {view.state for view in pool.snapshot().nodes}
+    states = {view.state for view in pool.state().nodes}
     assert states == {State.UP, State.REFUSED}
 
 
@@ -209,7 +209,7 @@ async def test_a_node_removed_while_it_was_asked_stays_removed(
     pool.remove("p1")
     transport.nodes["p1"].held.set()
     await attempt
-    assert pool.snapshot().nodes == ()
+    assert pool.state().nodes == ()
 
 
 async def test_every_answer_is_closed(pool: Pool, transport: FakePoolTransport, joiner: Joiner) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdproxy.errors import Fault
 from pdproxy.nodes.node import SERVING, Bars, Node, Role, State
-from pdproxy.nodes.outlier import Source, Verdict
+from pdproxy.nodes.outlier import FailureEvidence, LegOrigin
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import Slot
 from pdproxy.observe.labels import Leg
@@ -69,7 +69,7 @@ def told(line: dict[str, Any]) -> tuple[str, str, str | None]:
 
 def test_a_node_that_its_legs_find_down_is_told_of_at_once(serving: Pool, lines: Lines) -> None:
     for request in "abc":
-        serving.leg_failed("d1", Leg.DECODE, Fault.RESET, Source(request), Verdict.NODE)
+        serving.leg_failed("d1", Leg.DECODE, Fault.RESET, LegOrigin(request), FailureEvidence.NODE)
     (line,) = lines.taken()
     assert told(line) == ("WARNING", "node d1 is down", "last fault: reset; legs failed in a row: 3")
     assert (line["node"], line["role"], line["model"], line["state"], line["was"]) == (
@@ -143,7 +143,7 @@ def test_each_change_is_one_line(lines: Lines, moves: list[tuple[str, str]]) -> 
             pool.add(NODES[name])
         else:
             play(pool, clock, legs, move, name)
-        now = {view.node.name: view.state for view in pool.snapshot().nodes}
+        now = {view.node.name: view.state for view in pool.state().nodes}
         changed = Counter(name for name in now if name in states and now[name] is not states[name])
         new = lines.taken()
         moved = Counter(line["node"] for line in new if "was" in line)

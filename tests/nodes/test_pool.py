@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from pdproxy.errors import Fault
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.node import Bars, Footprint, Node, Role, State
-from pdproxy.nodes.outlier import RECENT, Source, Verdict
+from pdproxy.nodes.outlier import RECENT, FailureEvidence, LegOrigin
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.labels import Leg
@@ -101,7 +101,7 @@ def test_one_request_takes_out_one_node_of_a_role_and_others_the_rest(pool: Pool
 
     def fails(request: str) -> list[State]:
         for name in ("d1", "d2", "p1"):
-            pool.leg_failed(name, Leg.DECODE, Fault.REFUSED, Source(request), Verdict.NODE)
+            pool.leg_failed(name, Leg.DECODE, Fault.REFUSED, LegOrigin(request), FailureEvidence.NODE)
         return [pool.view(name).state for name in ("d1", "d2", "p1")]
 
     assert fails("one") == [State.DOWN, State.UP, State.DOWN]
@@ -120,10 +120,10 @@ def test_a_trial_whose_request_may_be_to_blame_proves_nothing(pool: Pool, clock:
     break_it(pool)
     clock.advance(30)
     with pool.acquire("d1"):
-        pool.leg_failed("d1", Leg.FORWARD, Fault.SERVER_ERROR, Source("r"), Verdict.UNSERVED)
+        pool.leg_failed("d1", Leg.FORWARD, Fault.SERVER_ERROR, LegOrigin("r"), FailureEvidence.UNSERVED)
     assert pool.view("d1").state is State.PROBING
     with pool.acquire("d1"):
-        pool.leg_failed("d1", Leg.FORWARD, Fault.SERVER_ERROR, Source("r"), Verdict.SERVED)
+        pool.leg_failed("d1", Leg.FORWARD, Fault.SERVER_ERROR, LegOrigin("r"), FailureEvidence.SERVED)
     assert pool.view("d1").state is State.DOWN
 
 
@@ -142,7 +142,7 @@ def test_a_leg_that_begins_well_ends_the_row_of_those_that_did_not(pool: Pool) -
 
     def fail(requests: range) -> State:
         for number in requests:
-            pool.leg_failed("d1", Leg.DECODE, Fault.SERVER_ERROR, Source(f"r-{number}"), Verdict.SERVED)
+            pool.leg_failed("d1", Leg.DECODE, Fault.SERVER_ERROR, LegOrigin(f"r-{number}"), FailureEvidence.SERVED)
         return pool.view("d1").state
 
     for name in ("d2", "d3"):
@@ -158,11 +158,11 @@ def test_one_request_tries_a_half_open_circuit(pool: Pool, clock: FakeClock) -> 
     break_it(pool)
     clock.advance(10)
     assert pool.view("d1").takes_requests()
-    assert "d1" in pool.snapshot().served(NODE.model).by_name
+    assert "d1" in pool.state().served(NODE.model).by_name
     trial = pool.acquire("d1")
     assert pool.view("d1").state is State.PROBING
     assert not pool.view("d1").takes_requests()
-    assert "d1" not in pool.snapshot().served(NODE.model).by_name
+    assert "d1" not in pool.state().served(NODE.model).by_name
     serve(pool, "d1")
     trial.release()
     assert pool.view("d1").state is State.UP
@@ -176,10 +176,10 @@ def test_a_trial_that_proves_nothing_gives_its_place_back(pool: Pool, clock: Fak
     clock.advance(10)
     assert pool.view("d1").takes_requests()
     trial = pool.acquire("d1")
-    assert "d1" not in pool.snapshot().served(NODE.model).by_name
+    assert "d1" not in pool.state().served(NODE.model).by_name
     trial.release()
     assert pool.view("d1").takes_requests()
-    assert "d1" in pool.snapshot().served(NODE.model).by_name
+    assert "d1" in pool.state().served(NODE.model).by_name
 
 
 def test_streams_from_before_do_not_take_the_trials_place(pool: Pool, clock: FakeClock) -> None:
@@ -313,7 +313,7 @@ def test_the_last_resort_is_taken_by_role(pool: Pool) -> None:
     pool.terminate("p1")
 
     def served() -> set[str]:
-        return set(pool.snapshot().served(NODE.model).by_name)
+        return set(pool.state().served(NODE.model).by_name)
 
     assert served() == {"d2", "p1"}
     pool.drain("d2")
@@ -348,7 +348,7 @@ def test_a_removed_node_is_forgotten_and_its_streams_must_leave(pool: Pool, regi
     refuse(pool, "d1", 1)
     serve(pool, "d1")
     pool.probed("d1", Fault.RESET, 0)
-    assert pool.snapshot().nodes == ()
+    assert pool.state().nodes == ()
     assert registry.get_sample_value("pdproxy_node_active", {"node": "d1", "role": "decode"}) is None
     with pytest.raises(UnknownNode):
         pool.acquire("d1")
@@ -370,7 +370,7 @@ def test_what_happens_is_counted(pool: Pool, clock: FakeClock, registry: Collect
     leg.release()
     break_it(pool)
     clock.advance(10)
-    pool.snapshot()
+    pool.state()
     up = {"node": "d1", "role": "decode"}
     assert registry.get_sample_value("pdproxy_node_up", {**up, "state": "probing"}) == 1
     assert registry.get_sample_value("pdproxy_node_up", {**up, "state": "up"}) == 0
@@ -385,14 +385,14 @@ def test_bars_are_in_the_snapshot_and_counted_until_a_node_leaves(pool: Pool, re
     prefill = Node("p1", "http://p1", (Role.PREFILL,), "tiny")
     pool.add(prefill)
     pool.bar(Bars({("p1", "d1"): "far apart"}, {"d1": "far apart"}))
-    assert not pool.snapshot().bars.allow("p1", "d1")
-    assert not pool.snapshot().bars.allow("p2", "d1")
+    assert not pool.state().bars.allow("p1", "d1")
+    assert not pool.state().bars.allow("p2", "d1")
     assert (gauge("p1", "d1"), gauge("*", "d1"), gauge("p1", "*")) == (1, 1, None)
     pool.bar(Bars({("p1", "d1"): "still"}, {"p1": "still"}))
     assert (gauge("p1", "d1"), gauge("*", "d1"), gauge("p1", "*")) == (1, None, 1)
     pool.remove("p1")
     assert (gauge("p1", "d1"), gauge("p1", "*")) == (None, None)
-    assert not pool.snapshot().bars
+    assert not pool.state().bars
 
 
 def test_a_bar_keeps_the_time_when_it_began_until_it_is_lifted(pool: Pool, clock: FakeClock) -> None:
@@ -400,12 +400,12 @@ def test_a_bar_keeps_the_time_when_it_began_until_it_is_lifted(pool: Pool, clock
     pool.bar(Bars({pair: "far apart"}))
     clock.advance(60)
     pool.bar(Bars({pair: "still"}, {"d2": "far apart"}))
-    assert pool.snapshot().bars.began == {pair: began, "d2": began + 60}
+    assert pool.state().bars.began == {pair: began, "d2": began + 60}
     pool.remove("d2")
-    assert pool.snapshot().bars.began == {pair: began}
+    assert pool.state().bars.began == {pair: began}
     pool.bar(Bars())
     pool.bar(Bars({pair: "again"}))
-    assert pool.snapshot().bars.began == {pair: began + 60}
+    assert pool.state().bars.began == {pair: began + 60}
 
 
 def test_models_and_adapters_that_decode_nodes_serve_become_labels(clock: FakeClock) -> None:

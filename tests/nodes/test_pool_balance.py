@@ -53,13 +53,13 @@ def test_counts_balance_and_trials_stay_single(moves: list[tuple[str, str]]) -> 
         pool.admit(node)
     for move, name in moves:
         play(pool, clock, legs, move, name)
-        for view in pool.snapshot().nodes:
+        for view in pool.state().nodes:
             assert view.active >= 0
             assert view.footprint == (10 * view.active, view.active)
             assert 0 <= view.trials <= (1 if view.state is State.PROBING else view.active)
     for leg in legs:
         leg.release()
-    for view in pool.snapshot().nodes:
+    for view in pool.state().nodes:
         assert (view.active, view.trials) == (0, 0)
         assert pool.idle(view.node.name).is_set()
 

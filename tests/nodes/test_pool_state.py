@@ -8,8 +8,8 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 
 from pdproxy.errors import Fault
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
-from pdproxy.nodes.node import Bars, Footprint, Node, NodeView, Role, Snapshot, State
-from pdproxy.nodes.outlier import Source, Verdict
+from pdproxy.nodes.node import Bars, Footprint, Node, NodeView, PoolState, Role, State
+from pdproxy.nodes.outlier import FailureEvidence, LegOrigin
 from pdproxy.nodes.pool import DuplicateNode, Pool, UnknownNode
 from pdproxy.nodes.pool_entry import LegLoad, PoolEntry, Slot
 from pdproxy.observe.labels import Leg
@@ -80,9 +80,9 @@ class ChangingPool(RuleBasedStateMachine):
     def serve(self, name: str) -> None:
         serve(self.pool, name)
 
-    @rule(name=NAMES, request=st.sampled_from(["r1", "r2", "r3"]), verdict=st.sampled_from(Verdict))
-    def fail(self, name: str, request: str, verdict: Verdict) -> None:
-        self.pool.leg_failed(name, Leg.DECODE, Fault.RESET, Source(request), verdict)
+    @rule(name=NAMES, request=st.sampled_from(["r1", "r2", "r3"]), evidence=st.sampled_from(FailureEvidence))
+    def fail(self, name: str, request: str, evidence: FailureEvidence) -> None:
+        self.pool.leg_failed(name, Leg.DECODE, Fault.RESET, LegOrigin(request), evidence)
 
     @rule(name=NAMES, fault=st.sampled_from([None, Fault.RESET]))
     def probed(self, name: str, fault: Fault | None) -> None:
@@ -119,13 +119,13 @@ class ChangingPool(RuleBasedStateMachine):
     @invariant()
     def the_nodes_are_as_if_looked_at_anew(self) -> None:
         now, entries = self.clock.now(), self.pool._entries.values()
-        views = self.pool.snapshot().nodes
+        views = self.pool.state().nodes
         assert [shown(view) for view in views] == [shown(fresh(entry, now)) for entry in entries]
         assert [self.pool.view(view.name) for view in views] == list(views)
 
     @invariant()
     def the_load_is_that_of_what_runs(self) -> None:
-        for view in self.pool.snapshot().nodes:
+        for view in self.pool.state().nodes:
             loads = [load for on, load in self.running.values() if on is view]
             (place,) = view.places
             assert view.active == place.legs == len(loads)
@@ -138,8 +138,8 @@ class ChangingPool(RuleBasedStateMachine):
 
     @invariant()
     def who_serves_what_is_as_if_looked_at_anew(self) -> None:
-        now = self.pool.snapshot()
-        anew = Snapshot(now.nodes, self.pool.bars)
+        now = self.pool.state()
+        anew = PoolState(now.nodes, self.pool.bars)
         assert (now.models, now.base_models, now.bars) == (anew.models, anew.base_models, anew.bars)
         for model in MODELS:
             assert now.knows(model) == anew.knows(model)
@@ -160,12 +160,12 @@ def test_who_serves_what_is_not_looked_for_again_for_a_leg_more_or_less() -> Non
     for name in ("p1", "d1"):
         pool.add(node(name))
         pool.admit(node(name))
-    before = pool.snapshot()
+    before = pool.state()
     with pool.acquire("p1"):
-        assert pool.snapshot() is before
+        assert pool.state() is before
         assert before.nodes[0].active == 1
     pool.drain("p1")
-    assert pool.snapshot() is not before
+    assert pool.state() is not before
 
 
 def test_a_node_that_was_given_up_is_not_looked_at_again_for_its_cool_down() -> None:
@@ -202,10 +202,10 @@ def test_a_leg_that_ends_after_its_node_left_brings_it_not_back() -> None:
     slot, other = pool.acquire("d1"), pool.acquire("d1")
     pool.remove("d1")
     slot.release()
-    assert pool.snapshot().nodes == ()
+    assert pool.state().nodes == ()
     pool.add(node("d1"))
     other.release()
-    assert [view.active for view in pool.snapshot().nodes] == [0]
+    assert [view.active for view in pool.state().nodes] == [0]
 
 
 def test_a_node_that_leaves_while_it_starts_slowly_is_not_looked_for_later() -> None:
@@ -213,7 +213,7 @@ def test_a_node_that_leaves_while_it_starts_slowly_is_not_looked_for_later() -> 
     pool = Pool(clock, CONFIG)
     pool.add(node("d1"))
     pool.admit(node("d1"))
-    assert pool.snapshot().nodes[0].share < 1.0
+    assert pool.state().nodes[0].share < 1.0
     pool.remove("d1")
     clock.advance(30)
-    assert pool.snapshot().nodes == ()
+    assert pool.state().nodes == ()

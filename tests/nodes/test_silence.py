@@ -349,7 +349,7 @@ async def test_those_that_are_still_out_count() -> None:
 
 
 async def visit_all_but(cluster: Cluster, name: str) -> None:
-    views = [view for view in cluster.pool.snapshot().nodes if view.node.name != name]
+    views = [view for view in cluster.pool.state().nodes if view.node.name != name]
     await asyncio.gather(*(cluster.health.visit(view) for view in views))
 
 

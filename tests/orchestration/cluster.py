@@ -163,8 +163,8 @@ class FakeCluster:
             await asyncio.sleep(0)
         assert self.context.background.errands == 0
         assert not self.transport.open
-        assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
-        assert {view.footprint for view in self.pool.snapshot().nodes} == {NO_FOOTPRINT}
+        assert {view.node.name: view.active for view in self.pool.state().nodes if view.active} == {}
+        assert {view.footprint for view in self.pool.state().nodes} == {NO_FOOTPRINT}
         assert self.context.queue.status() == QueueStatus(seconds=self.context.queue.status().seconds)
         assert {node.name: node.running for node in self.nodes if node.running} == {}
         assert self.count("pdproxy_prefill_pending_tokens_estimate", model=MODEL) == 0

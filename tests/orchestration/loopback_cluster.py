@@ -69,9 +69,9 @@ class LoopbackCluster:
         """End the proxy's side, and check that it left nothing."""
         await self.context.background.aclose()
         assert self.context.background.errands == 0
-        assert {view.node.name: view.active for view in self.pool.snapshot().nodes if view.active} == {}
-        assert {view.footprint for view in self.pool.snapshot().nodes} == {NO_FOOTPRINT}
-        assert not any(place.queued or place.keys for view in self.pool.snapshot().nodes for place in view.places)
+        assert {view.node.name: view.active for view in self.pool.state().nodes if view.active} == {}
+        assert {view.footprint for view in self.pool.state().nodes} == {NO_FOOTPRINT}
+        assert not any(place.queued or place.keys for view in self.pool.state().nodes for place in view.places)
         status = self.context.queue.status()
         assert (status.running, status.waiting) == (0, 0)
         await self.transport.aclose()

@@ -144,7 +144,7 @@ async def test_tokens_in_flight_are_given_back() -> None:
     for turn in range(4):
         await cluster.say(*said(turn))
     await cluster.settle()
-    for view in cluster.pool.snapshot().nodes:
+    for view in cluster.pool.state().nodes:
         (place,) = view.places
         assert (place.queued, place.prompts, place.keys, place.legs, view.footprint) == (0, 0, {}, 0, (0, 0))
 
@@ -157,7 +157,7 @@ async def test_tokens_are_queued_until_they_are_computed_and_held_until_the_answ
         asking = asyncio.ensure_future(cluster.say(*said(turn)))
         while not asking.done():
             await asyncio.sleep(0)
-            views = cluster.pool.snapshot().nodes
+            views = cluster.pool.state().nodes
             levels |= {(view.name, view.lightest.queued, view.footprint.tokens > 0) for view in views if view.active}
         seen.append(sorted(levels))
     (decoding, prefilling), (after, computing) = seen
@@ -300,7 +300,7 @@ async def test_the_time_of_a_whole_answer_tells_nothing_of_how_fast_a_decode_nod
         await cluster.say(*said(turn), stream=False)
     assert cluster.count("pdproxy_local_total", reason="cached") == 2
     assert {work for work, _ in cluster.steady.seen} == {Work.PREFILL}
-    assert not any(place.queued for view in cluster.pool.snapshot().nodes for place in view.places)
+    assert not any(place.queued for view in cluster.pool.state().nodes for place in view.places)
 
 
 @pytest.mark.parametrize(("resumes", "avoided"), [(True, 2), (False, 0)])

@@ -6,7 +6,7 @@ import pytest
 
 from pdproxy.errors import ClientError, Fault, NodeFault
 from pdproxy.failures import Moment, Step
-from pdproxy.nodes.node import Node, Role, Snapshot, State
+from pdproxy.nodes.node import Node, PoolState, Role, State
 from pdproxy.observe.labels import Leg
 from pdproxy.orchestration.client_errors import (
     UpstreamErrorResponse,
@@ -52,11 +52,11 @@ def test_an_error_that_vllm_writes_too_has_its_type_and_code() -> None:
     assert final_error_of(error).code == "NotFoundError"
 
 
-def of_models(*models: str) -> Snapshot:
+def of_models(*models: str) -> PoolState:
     """A prefill node, and a decode node for each, with an adapter."""
     named = [("p", Role.PREFILL, "other"), *((f"d{number}", Role.DECODE, model) for number, model in enumerate(models))]
     nodes = [Node(name, f"http://{name}", (role,), model=model, aliases=("poet",)) for name, role, model in named]
-    return Snapshot(tuple(view_of(node, State.UP, 0) for node in nodes))
+    return PoolState(tuple(view_of(node, State.UP, 0) for node in nodes))
 
 
 def test_without_a_name_the_one_model_is_meant() -> None:

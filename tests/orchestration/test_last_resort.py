@@ -75,7 +75,7 @@ async def test_a_stream_goes_on_there() -> None:
 async def test_its_caches_are_seen_to_fill() -> None:
     cluster = cluster_of(decodes=0)
     reply = await cluster.orchestrator.answer(cluster.request(CHAT, body_for(CHAT, stream=True)))
-    assert sum(view.footprint.sequences for view in cluster.pool.snapshot().nodes) == 1
+    assert sum(view.footprint.sequences for view in cluster.pool.state().nodes) == 1
     assert not isinstance(reply.body, bytes)
     await reply.body.aclose()
     await cluster.settle()

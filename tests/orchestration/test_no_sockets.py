@@ -22,6 +22,6 @@ async def test_no_node_gets_a_fault(stream: bool, monkeypatch: pytest.MonkeyPatc
         got = await cluster.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=stream))
         assert (got.status, got.headers["retry-after"]) == (503, "1")
         assert b"Errno" not in got.body
-    assert {view.state for view in cluster.pool.snapshot().nodes} == {State.UP}
-    assert {view.reason for view in cluster.pool.snapshot().nodes} == {""}
+    assert {view.state for view in cluster.pool.state().nodes} == {State.UP}
+    assert {view.reason for view in cluster.pool.state().nodes} == {""}
     await cluster.settle()

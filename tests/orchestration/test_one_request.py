@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from pdproxy.errors import ClientError, Fault
 from pdproxy.failures import LEG_BLAME, Blame
 from pdproxy.nodes.node import Node, Role, State
-from pdproxy.nodes.outlier import Source
+from pdproxy.nodes.outlier import LegOrigin
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Leg
 from pdproxy.observe.metrics import Metrics
@@ -74,7 +74,7 @@ async def _ask_once(data: st.DataObject) -> None:
                 serve(cluster.pool, node.name, leg)
             refuse(cluster.pool, node.name, doubts.refused, leg)
     await _ask(cluster, data.draw(WAYS), data.draw(st.sampled_from(Endpoint)))
-    out = [view for view in cluster.pool.snapshot().nodes if view.state is not State.UP]
+    out = [view for view in cluster.pool.state().nodes if view.state is not State.UP]
     assert [len([view for view in out if role in view.node.roles]) <= 1 for role in Role] == [True, True], out
     await cluster.settle()
 
@@ -102,7 +102,7 @@ async def test_a_request_that_fails_everywhere_takes_out_one_of_several_nodes_in
             refuse(cluster.pool, node.name, 2, leg)
     await _ask(cluster, "list", Endpoint.COMPLETIONS)
     await _ask(cluster, "stream", Endpoint.CHAT)
-    out = [view.node.roles for view in cluster.pool.snapshot().nodes if view.state is not State.UP]
+    out = [view.node.roles for view in cluster.pool.state().nodes if view.state is not State.UP]
     assert len(out) == len(set(out))
     if kind is FaultKind.REFUSE:
         assert len(out) == len(Role)
@@ -128,7 +128,7 @@ async def test_a_request_that_every_node_gives_up_leaves_all_of_them_to_the_othe
         assert (read_answer(endpoint, got.body).texts[0] if stream else text_of(endpoint, got.json())) == right(
             endpoint
         )
-    assert {view.state for view in cluster.pool.snapshot().nodes} == {State.UP}
+    assert {view.state for view in cluster.pool.state().nodes} == {State.UP}
     await cluster.settle()
 
 
@@ -208,9 +208,11 @@ class Fleet:
     def send(self, client: str, fails: Callable[[str], bool], first: str | None = None) -> None:
         """One request; ``first``: the node that its session is pinned to."""
         self.sent += 1
-        source = Source(f"r-{self.sent}", client if self.keys else "", None if first is None else HEALTHY.index(first))
+        source = LegOrigin(
+            f"r-{self.sent}", client if self.keys else "", None if first is None else HEALTHY.index(first)
+        )
         failed = FailedLegs(self.pool, OrchestrationConfig(), self.metrics, source)
-        up = [view.name for view in self.pool.snapshot().nodes if view.takes_requests()]
+        up = [view.name for view in self.pool.state().nodes if view.takes_requests()]
         self.dice.shuffle(up)
         for name in sorted(up, key=lambda each: each != first)[: 1 + self.retries]:
             if not fails(name):
@@ -221,7 +223,7 @@ class Fleet:
         failed.close()
 
     def down(self) -> list[str]:
-        return [view.name for view in self.pool.snapshot().nodes if view.state is not State.UP]
+        return [view.name for view in self.pool.state().nodes if view.state is not State.UP]
 
 
 SEEDS: Sequence[object] = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 20))]

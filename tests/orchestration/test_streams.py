@@ -287,7 +287,7 @@ async def test_streams_in_parallel_do_not_mix() -> None:
 async def test_load_is_spread_and_given_back() -> None:
     cluster = FakeCluster()
     streams = [await _begin(cluster, CHAT) for _ in range(6)]
-    assert [view.active for view in cluster.pool.snapshot().nodes] == [0, 0, 3, 3]
+    assert [view.active for view in cluster.pool.state().nodes] == [0, 0, 3, 3]
     for reply in streams:
         await _rest(reply)
     await cluster.settle()

@@ -76,7 +76,7 @@ async def test_it_is_barred_tested_tried_and_used_again_once_it_is_mended(stream
         assert set(await ask(cluster, 5, stream=stream)) == {"local"}
         assert cluster.count("pdproxy_pair_barred", prefill="p0", decode="d0") == 1
         assert cluster.count("pdproxy_local_total", reason="barred_pair") == 5
-        now = cluster.pool.snapshot()
+        now = cluster.pool.state()
         found = verdict(now, cluster.pool.hand_overs.recent(cluster.clock.now()))
         recent = cluster.context.in_flight.recent
         shown = incident(Seen(cluster.clock.now(), now.nodes, recent, now.bars, hand_overs=found))

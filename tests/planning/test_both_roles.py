@@ -15,9 +15,9 @@ from pdproxy.nodes.node import (
     Footprint,
     Node,
     NodeView,
+    PoolState,
     Role,
     Roles,
-    Snapshot,
     State,
 )
 from pdproxy.planning.cache_aware import CacheAware
@@ -53,7 +53,7 @@ def make(*views: NodeView, hits: dict[str, tuple[int, int]] | None = None, **nee
     places = {Place(name): Hit(*hit) for name, hit in (hits or {}).items()}
     prefix = None if hits is None else PromptHits(TOKENS, HitSource.EVENTS, places)
     asked = PlanInput("m", prefix=prefix, tokens=TOKENS, **needs)  # type: ignore[arg-type]
-    return plan(Snapshot(views), asked, PlanPolicy(CacheAware()), 0)
+    return plan(PoolState(views), asked, PlanPolicy(CacheAware()), 0)
 
 
 def names(made: Plan) -> tuple[str | None, str]:
@@ -63,7 +63,7 @@ def names(made: Plan) -> tuple[str | None, str]:
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("on_failure", OnPrefillFailure)
 def test_one_node_serves_alone_by_every_policy(policy: RoutingPolicy, on_failure: OnPrefillFailure) -> None:
-    made = plan(Snapshot((view("n1"),)), PlanInput("m", session=5), PlanPolicy(policy, on_failure), 0)
+    made = plan(PoolState((view("n1"),)), PlanInput("m", session=5), PlanPolicy(policy, on_failure), 0)
     assert (names(made), made.local) == ((None, "n1"), LocalReason.ONLY_NODE)
 
 
@@ -108,7 +108,7 @@ def test_a_plan_is_always_allowed_and_never_of_a_node_with_itself(
         if one.pairs_with(other.cohort) and bars.allow(one.name, other.name)
     ]
     try:
-        made = plan(Snapshot(tuple(views), bars), needs, PlanPolicy(policy), turn)
+        made = plan(PoolState(tuple(views), bars), needs, PlanPolicy(policy), turn)
     except NoNode:
         assert not any(Role.DECODE in node.roles for node in here)
         return
@@ -123,7 +123,7 @@ def test_a_plan_is_always_allowed_and_never_of_a_node_with_itself(
     for prefill in (node for node in here if Role.PREFILL in node.roles):
         try:
             needs = PlanInput("m", excluded=excluded, partner=prefill)
-            other = choose(Snapshot(tuple(views), bars), Role.DECODE, needs, PlanPolicy(policy), turn)
+            other = choose(PoolState(tuple(views), bars), Role.DECODE, needs, PlanPolicy(policy), turn)
         except NoNode:
             continue
         assert (prefill, other) in pairs
@@ -145,11 +145,11 @@ def test_idle_equal_nodes_hand_nothing_over() -> None:
 
 def make_after(answer_seconds: float, *views: NodeView) -> Plan:
     """A plan where prompts took half a second, and answers so long."""
-    snapshot = Snapshot(views)
+    pool_state = PoolState(views)
     for second in range(300):
-        snapshot.load.prefilled(PlaceLoad(), 1, 0.5, second, second)
-        snapshot.load.streamed(1, 100, answer_seconds)
-    return plan(snapshot, PlanInput("m", tokens=TOKENS), PlanPolicy(CacheAware()), 0)
+        pool_state.load.prefilled(PlaceLoad(), 1, 0.5, second, second)
+        pool_state.load.streamed(1, 100, answer_seconds)
+    return plan(pool_state, PlanInput("m", tokens=TOKENS), PlanPolicy(CacheAware()), 0)
 
 
 def test_a_prompt_is_computed_where_fewer_streams_run() -> None:

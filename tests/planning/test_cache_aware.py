@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.nodes.load import Load, Work
-from pdproxy.nodes.node import BOTH, Bars, Binding, Capacity, Footprint, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import BOTH, Bars, Binding, Capacity, Footprint, Node, NodeView, PoolState, Role, State
 from pdproxy.planning.cache_aware import CacheAware, best_allowed_pair
 from pdproxy.planning.cost import Estimate
 from pdproxy.planning.plan import PlanPolicy, choose, plan
@@ -50,7 +50,7 @@ def make(
     }
     remain = {Place(name): seconds for name, seconds in stays.items()}
     prefix = None if hits is None else PromptHits(tokens, source, places, remain)
-    return plan(Snapshot(views, bars, book), PlanInput("m", prefix=prefix, tokens=tokens, **needs), policy, turn)  # type: ignore[arg-type]
+    return plan(PoolState(views, bars, book), PlanInput("m", prefix=prefix, tokens=tokens, **needs), policy, turn)  # type: ignore[arg-type]
 
 
 def names(made: Plan) -> tuple[str | None, str]:
@@ -359,8 +359,8 @@ def test_one_hot_prefix_loads_no_node_much_more_than_the_mean() -> None:
 
 def test_one_node_is_chosen_by_what_it_will_do() -> None:
     prefix = PromptHits(TOKENS, HitSource.EVENTS, {Place("d1"): Hit(3584, 3584), Place("p1"): Hit(3584, 3584)})
-    snapshot, needs = Snapshot(PAIRS), PlanInput("m", prefix=prefix)
-    assert [choose(snapshot, role, needs, BY_CACHE, 1).name for role in Role] == ["p1", "d1"]
+    pool_state, needs = PoolState(PAIRS), PlanInput("m", prefix=prefix)
+    assert [choose(pool_state, role, needs, BY_CACHE, 1).name for role in Role] == ["p1", "d1"]
 
 
 @given(
@@ -412,5 +412,5 @@ def test_nodes_of_both_roles_are_priced_for_what_they_evict_too() -> None:
     for seconds, chosen in ((20.0, "n2"), (900.0, "n1")):
         prefix = PromptHits(TOKENS, HitSource.EVENTS, hits, {Place("n1"): seconds})
         needs = PlanInput("m", prefix=prefix, tokens=TOKENS, next_turn=THIRTY_SECONDS)
-        made = plan(Snapshot(tuple(both), NO_BARS, None), needs, BY_CACHE, 0)
+        made = plan(PoolState(tuple(both), NO_BARS, None), needs, BY_CACHE, 0)
         assert made.computing.name == chosen

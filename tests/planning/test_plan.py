@@ -1,4 +1,4 @@
-"""Plans: pure decisions from a snapshot."""
+"""Plans: pure decisions from the state of the pool."""
 
 import collections
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import Bars, Node, NodeView, PoolState, Role, State
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.reasons import LocalReason, NoNodeReason
@@ -31,7 +31,7 @@ def view(name: str, active: int = 0, state: State = State.UP, **more: object) ->
 def make(
     *views: NodeView, needs: PlanInput = NEEDS, policy: PlanPolicy = POLICY, turn: int = 0, bars: Bars = NO_BARS
 ) -> Plan:
-    return plan(Snapshot(views, bars=bars), needs, policy, turn)
+    return plan(PoolState(views, bars=bars), needs, policy, turn)
 
 
 def barred(*pairs: str) -> Bars:
@@ -94,7 +94,7 @@ def test_without_decode_the_policy_may_let_a_prefill_node_serve(local: LocalReas
     needs = PlanInput("tiny", local=local, excluded=frozenset({"d2", "p3"}))
     views = view("p1", 4), view("p2", 1), view("p3"), view("d1", 0, State.DOWN), view("d2")
     assert make(*views, needs=needs, policy=LAST_RESORT) == Plan(None, views[1].node, LocalReason.NO_DECODE)
-    assert choose(Snapshot(views), Role.DECODE, needs, LAST_RESORT, 0).name == "p2"
+    assert choose(PoolState(views), Role.DECODE, needs, LAST_RESORT, 0).name == "p2"
     for policy, nodes in (POLICY, views), (LAST_RESORT, views[2:]):
         with pytest.raises(NoNode) as caught:
             make(*nodes, needs=needs, policy=policy)
@@ -105,7 +105,7 @@ def test_a_prefill_node_is_the_last_resort_alone() -> None:
     assert names(make(view("p1"), view("d1", 99), policy=LAST_RESORT)) == ("p1", "d1")
     partner = view("p1").node
     with pytest.raises(NoNode):  # nothing reads the ticket of one prefill node at another
-        choose(Snapshot((view("p1"), view("p2"))), Role.DECODE, PlanInput("tiny", partner=partner), LAST_RESORT, 0)
+        choose(PoolState((view("p1"), view("p2"))), Role.DECODE, PlanInput("tiny", partner=partner), LAST_RESORT, 0)
 
 
 def test_what_cannot_be_disaggregated_is_planned_locally() -> None:
@@ -132,7 +132,7 @@ def test_a_node_whose_model_is_not_known_yet_may_be_the_one() -> None:
 def test_models_live_apart() -> None:
     views = (view("p1"), view("d1"), view("p2", model="big"), view("d2", model="big"))
     assert names(make(*views, needs=PlanInput("big"))) == ("p2", "d2")
-    assert Snapshot(views).models == ("big", "tiny")
+    assert PoolState(views).models == ("big", "tiny")
 
 
 def test_an_adapter_pairs_where_both_nodes_have_it() -> None:
@@ -191,12 +191,14 @@ def test_where_all_pairs_are_barred_the_decode_node_serves_alone() -> None:
 
 
 def test_a_ticket_goes_to_no_node_that_is_barred_from_where_it_comes() -> None:
-    snapshot = Snapshot((view("d1"), view("d2", 9)), bars=barred("p1 d1"))
-    assert choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p1").node), POLICY, 0).name == "d2"
-    assert choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p2").node), POLICY, 0).name == "d1"
-    assert choose(snapshot, Role.DECODE, PlanInput("tiny"), POLICY, 0).name == "d1", "without a ticket it serves"
+    pool_state = PoolState((view("d1"), view("d2", 9)), bars=barred("p1 d1"))
+    assert choose(pool_state, Role.DECODE, PlanInput("tiny", partner=view("p1").node), POLICY, 0).name == "d2"
+    assert choose(pool_state, Role.DECODE, PlanInput("tiny", partner=view("p2").node), POLICY, 0).name == "d1"
+    assert choose(pool_state, Role.DECODE, PlanInput("tiny"), POLICY, 0).name == "d1", "without a ticket it serves"
     with pytest.raises(NoNode):
-        choose(snapshot, Role.DECODE, PlanInput("tiny", partner=view("p1").node, excluded=frozenset({"d2"})), POLICY, 0)
+        choose(
+            pool_state, Role.DECODE, PlanInput("tiny", partner=view("p1").node, excluded=frozenset({"d2"})), POLICY, 0
+        )
 
 
 def test_excluded_nodes_are_left_alone() -> None:
@@ -208,11 +210,11 @@ def test_excluded_nodes_are_left_alone() -> None:
 
 
 def test_another_decode_node_for_a_ticket_is_of_its_cohort() -> None:
-    snapshot = Snapshot((view("d1", cohort="a"), view("d2", 9, cohort="b"), view("d3", 7, cohort="b")))
+    pool_state = PoolState((view("d1", cohort="a"), view("d2", 9, cohort="b"), view("d3", 7, cohort="b")))
     needs = PlanInput("tiny", partner=view("p1", cohort="b").node, excluded=frozenset({"d3"}))
-    assert choose(snapshot, Role.DECODE, needs, POLICY, 0).name == "d2"
+    assert choose(pool_state, Role.DECODE, needs, POLICY, 0).name == "d2"
     with pytest.raises(NoNode) as caught:
-        choose(snapshot, Role.PREFILL, needs, POLICY, 0)
+        choose(pool_state, Role.PREFILL, needs, POLICY, 0)
     assert caught.value.reason is NoNodeReason.NO_PREFILL
 
 
@@ -241,7 +243,7 @@ def serving_names(views: list[NodeView]) -> set[str]:
     """The nodes that take requests, and those that go away and are needed. These go where the others make no pair."""
     serving = [each.node for each in views if each.takes_requests()]
     going = {each.node.name for each in views if each.is_last_resort()}
-    served = {view.name for view in Snapshot(tuple(views)).served("tiny").by_name.values()}
+    served = {view.name for view in PoolState(tuple(views)).served("tiny").by_name.values()}
     taking = {node.name for node in serving}
     assert taking <= served <= taking | going
     if any(one.is_partner(other) for one in serving for other in serving):
@@ -275,7 +277,7 @@ def test_another_decode_node_for_a_ticket_is_always_allowed(views: list[NodeView
     for prefill in (each.node for each in views if Role.PREFILL in each.node.roles):
         try:
             found = choose(
-                Snapshot(tuple(views), bars=bars), Role.DECODE, PlanInput("tiny", partner=prefill), POLICY, turn
+                PoolState(tuple(views), bars=bars), Role.DECODE, PlanInput("tiny", partner=prefill), POLICY, turn
             )
         except NoNode:
             continue

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deploy.bench.plan_cost import pool_of, requests
 from pdproxy.nodes.load import Load, Work
-from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, PoolState, Role, State
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
 from pdproxy.planning.cache_aware import CacheAware, Comparison
 from pdproxy.planning.cost import Cost
@@ -126,7 +126,7 @@ def comparisons(draw: st.DrawFn) -> Comparison:
     cached = draw(st.dictionaries(names, st.integers(1, tokens), max_size=4))
     hits = {Place(name): Hit(part, draw(st.integers(0, part))) for name, part in cached.items()}
     needs = PlanInput("m", prefix=PromptHits(tokens, HitSource.EVENTS, hits))
-    return Comparison(CacheAware(), Candidates(Snapshot(tuple(views), load=book), needs))
+    return Comparison(CacheAware(), Candidates(PoolState(tuple(views), load=book), needs))
 
 
 @settings(max_examples=200)  # few of them have nodes that cost nearly the same

@@ -5,7 +5,7 @@ import contextlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State
+from pdproxy.nodes.node import Bars, Node, NodeView, PoolState, Role, State
 from pdproxy.planning.plan import LEAST_LOADED, PlanPolicy, choose, plan
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput
 from pdproxy.planning.policies import policy_named
@@ -52,9 +52,9 @@ _NEEDS = st.builds(
 def test_a_plan_is_allowed_and_there_is_one_wherever_there_is_one_by_load(
     views: list[NodeView], bars: Bars, needs: PlanInput, turn: int, routing: Routing
 ) -> None:
-    snapshot = Snapshot(tuple(views), bars)
-    made = planned(snapshot, needs, PlanPolicy(policy_named(routing)), turn)
-    by_load = planned(snapshot, needs, PlanPolicy(LEAST_LOADED), turn)
+    pool_state = PoolState(tuple(views), bars)
+    made = planned(pool_state, needs, PlanPolicy(policy_named(routing)), turn)
+    by_load = planned(pool_state, needs, PlanPolicy(LEAST_LOADED), turn)
     if made is None or by_load is None:
         assert made is by_load
         return
@@ -76,11 +76,11 @@ def test_one_node_is_open_and_found_wherever_there_is_one(
     } - needs.excluded
     found = None
     with contextlib.suppress(NoNode):
-        found = choose(Snapshot(tuple(views), bars), role, needs, PlanPolicy(policy_named(routing)), 3).name
+        found = choose(PoolState(tuple(views), bars), role, needs, PlanPolicy(policy_named(routing)), 3).name
     assert (found in open_nodes) if open_nodes else found is None
 
 
-def planned(snapshot: Snapshot, needs: PlanInput, policy: PlanPolicy, turn: int) -> Plan | None:
+def planned(pool_state: PoolState, needs: PlanInput, policy: PlanPolicy, turn: int) -> Plan | None:
     with contextlib.suppress(NoNode):
-        return plan(snapshot, needs, policy, turn)
+        return plan(pool_state, needs, policy, turn)
     return None

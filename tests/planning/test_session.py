@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pdproxy.nodes.node import Bars, Node, NodeView, Role, Snapshot, State, hash64
+from pdproxy.nodes.node import Bars, Node, NodeView, PoolState, Role, State, hash64
 from pdproxy.observe.labels import Affinity
 from pdproxy.planning.plan import PlanPolicy, choose, plan
 from pdproxy.planning.plan_types import Plan, PlanInput
@@ -33,10 +33,10 @@ def fleet(prefills: int, decodes: int) -> list[NodeView]:
 
 
 def made(views: Sequence[NodeView], key: int | None, bars: Bars | None = None, excluded: str = "") -> Plan:
-    return planned(Snapshot(tuple(views), bars or Bars()), key, excluded)
+    return planned(PoolState(tuple(views), bars or Bars()), key, excluded)
 
 
-def planned(nodes: Snapshot, key: int | None, excluded: str = "") -> Plan:
+def planned(nodes: PoolState, key: int | None, excluded: str = "") -> Plan:
     """Where thousands of keys meet the same nodes, those are sorted once, as a pool does."""
     return plan(nodes, PlanInput("m", session=key, excluded=frozenset(excluded.split())), POLICY, 0)
 
@@ -104,7 +104,7 @@ def test_a_node_that_leaves_moves_its_own_sessions_alone(views: list[NodeView], 
 
 @pytest.mark.parametrize("nodes", [2, pytest.param(5, marks=pytest.mark.long), 20])
 def test_one_node_more_moves_its_share_of_the_sessions(nodes: int) -> None:
-    smaller, larger = (Snapshot(tuple(fleet(number, number))) for number in (nodes - 1, nodes))
+    smaller, larger = (PoolState(tuple(fleet(number, number))) for number in (nodes - 1, nodes))
     moved = collections.Counter[int]()
     for key in KEYS:
         pairs = zip(names(planned(smaller, key)), names(planned(larger, key)), strict=True)
@@ -115,14 +115,14 @@ def test_one_node_more_moves_its_share_of_the_sessions(nodes: int) -> None:
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0, 1.0), (1.0, 2.0, 0.5, 4.0)])
 def test_sessions_are_shared_out_by_weight(weights: tuple[float, ...]) -> None:
-    nodes = Snapshot((*(view(f"p{index}", weight=weight) for index, weight in enumerate(weights)), *fleet(0, 2)))
+    nodes = PoolState((*(view(f"p{index}", weight=weight) for index, weight in enumerate(weights)), *fleet(0, 2)))
     got = collections.Counter(names(planned(nodes, key))[0] for key in KEYS)
     for index, weight in enumerate(weights):
         assert got[f"p{index}"] / len(KEYS) == pytest.approx(weight / sum(weights), abs=0.03)
 
 
 def test_which_prefill_node_a_session_has_says_nothing_of_its_decode_node() -> None:
-    nodes = Snapshot(tuple(fleet(3, 3)))
+    nodes = PoolState(tuple(fleet(3, 3)))
     pairs = collections.Counter(names(planned(nodes, key)) for key in KEYS)
     assert len(pairs) == 9
     assert min(pairs.values()) > len(KEYS) / 9 * 0.8
@@ -219,7 +219,7 @@ def test_where_no_node_has_room_the_least_loaded_pair_gets_it(key: int) -> None:
     views = changed(changed(changed(fleet(4, 4), "p0", active=30), "d0", active=30), "d1", active=29)
     assert names(made(views, key, Bars(allowed))) == ("p0", "d1")
     needs = PlanInput("m", session=key, partner=views[0].node)
-    assert choose(Snapshot(tuple(views), Bars(allowed)), Role.DECODE, needs, POLICY, 0).name == "d1"
+    assert choose(PoolState(tuple(views), Bars(allowed)), Role.DECODE, needs, POLICY, 0).name == "d1"
 
 
 @pytest.mark.parametrize("key", KEYS[:20])
@@ -227,10 +227,10 @@ def test_a_ticket_that_is_tried_again_stays_with_the_session(key: int) -> None:
     views = fleet(3, 4)
     own = names(made(views, key))[1]
     needs = PlanInput("m", session=key, partner=views[0].node)
-    assert choose(Snapshot(tuple(views)), Role.DECODE, needs, POLICY, 0).name == own
+    assert choose(PoolState(tuple(views)), Role.DECODE, needs, POLICY, 0).name == own
     without = [each for each in views if each.node.name != own]
     needs = msgspec.structs.replace(needs, excluded=frozenset({own}))
-    found = choose(Snapshot(tuple(views)), Role.DECODE, needs, POLICY, 0).name
+    found = choose(PoolState(tuple(views)), Role.DECODE, needs, POLICY, 0).name
     assert found == names(made(without, key))[1]
 
 

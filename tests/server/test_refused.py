@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pdproxy.observe import rare_lines
-from pdproxy.observe.labels import Refusal
+from pdproxy.observe.labels import ConnectionRefusal
 from pdproxy.observe.rare_lines import RareLine
 from pdproxy.observe.refused_connections import RefusedConnections
 from pdproxy.server.server import bind, http_config
@@ -38,10 +38,10 @@ class Running:
         self.port = port
         self._registry = registry
 
-    def refused(self, reason: Refusal) -> float:
+    def refused(self, reason: ConnectionRefusal) -> float:
         return self._registry.get_sample_value("pdproxy_connections_refused_total", {"reason": reason}) or 0.0
 
-    async def until_refused(self, reason: Refusal, times: int) -> None:
+    async def until_refused(self, reason: ConnectionRefusal, times: int) -> None:
         async with asyncio.timeout(SOON):
             while self.refused(reason) < times:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -87,7 +87,7 @@ async def test_connections_wait_for_a_descriptor_and_that_is_one_line(caplog: py
                 for client in clients:
                     client.setblocking(False)
                     await loop.sock_connect(client, ("127.0.0.1", server.port))
-                await server.until_refused(Refusal.NO_DESCRIPTOR, 3)
+                await server.until_refused(ConnectionRefusal.NO_DESCRIPTOR, 3)
             for client in clients:
                 await loop.sock_sendall(client, REQUEST)
                 assert (await asyncio.wait_for(loop.sock_recv(client, 100), SOON)).startswith(b"HTTP/1.1 204")
@@ -109,8 +109,8 @@ async def test_a_failed_handshake_is_counted_and_a_probe_of_the_port_is_not(
             with contextlib.suppress(ConnectionError):
                 await asyncio.wait_for(reader.read(), SOON)
             writer.close()
-        await server.until_refused(Refusal.TLS, 3)
-        assert server.refused(Refusal.TLS) == 3
+        await server.until_refused(ConnectionRefusal.TLS, 3)
+        assert server.refused(ConnectionRefusal.TLS) == 3
     (line,) = lines_of(caplog)
     assert line["message"] == "TLS handshakes of clients failed"
 
@@ -122,7 +122,7 @@ async def test_what_is_no_http_is_counted(caplog: pytest.LogCaptureFixture) -> N
             writer.write(sent)
             assert (await asyncio.wait_for(reader.read(), SOON)).startswith(b"HTTP/1.1 400")
             writer.close()
-        assert server.refused(Refusal.HTTP) == 3
+        assert server.refused(ConnectionRefusal.HTTP) == 3
     (line,) = lines_of(caplog)
     assert line["message"] == "clients sent what is no acceptable HTTP request"
     assert line["detail"].startswith("127.0.0.1: 400 invalid_http: ")

@@ -17,7 +17,7 @@ from pdproxy.events.places import PlaceCaches
 from pdproxy.events.prefix_source import EventPrefixSource
 from pdproxy.events.prompt_hashes import HashFinder
 from pdproxy.events.subscriber import EventSubscriber
-from pdproxy.events.subscription import Waits
+from pdproxy.events.subscription import SubscriptionTimeouts
 from pdproxy.events.token_ids import TokenIds
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.nodes.node import Binding, Capacity
@@ -40,7 +40,7 @@ from tests.soak.caching_node import CachingNode, Rumours
 from tests.soak.event_cache import SCHEME, UNIT
 from tests.soak.faulty_publisher import HONEST, RECOVERABLE
 
-WAITS = Waits(connect=1.0, replay=0.5, first_check=0.1, check=1.0)
+WAITS = SubscriptionTimeouts(connect=1.0, replay=0.5, first_check=0.1, check=1.0)
 """Short, so that every way of a subscription is gone often."""
 TOKEN_IDS_SECONDS = 0.2
 TURN_SECONDS = 0.01

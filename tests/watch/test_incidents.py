@@ -5,37 +5,40 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.admin.next_step import DOCS, PAGE, Section
+from pdproxy.admin.next_step import DOCS, PAGE, PageSection
 from tests.test_docs import ROOT, anchors, text_of
 from tests.watch.incidents import INCIDENTS, BothDecodesKilled, Incident, happened, told
 
 LESS_ROOM = "loss: Served, with less room: 1 of 2 decode nodes take requests as usual."
 SLOWER = "loss: Served, slower: decode nodes compute the prompts themselves."
-SAID: dict[str, tuple[list[str], Section | None]] = {
-    "decode-killed": (["cause: node decode-0", LESS_ROOM, "now: decode-0 has been down for"], Section.A_NODE_IS_DOWN),
-    "prefill-killed": (["cause: node prefill-0", SLOWER, "no prefill node serves"], Section.A_NODE_IS_DOWN),
+SAID: dict[str, tuple[list[str], PageSection | None]] = {
+    "decode-killed": (
+        ["cause: node decode-0", LESS_ROOM, "now: decode-0 has been down for"],
+        PageSection.A_NODE_IS_DOWN,
+    ),
+    "prefill-killed": (["cause: node prefill-0", SLOWER, "no prefill node serves"], PageSection.A_NODE_IS_DOWN),
     "both-decodes-killed": (
         ["cause: node decode-0, decode-1", "loss: New requests get a 503: no decode node serves."],
-        Section.A_NODE_IS_DOWN,
+        PageSection.A_NODE_IS_DOWN,
     ),
-    "decode-frozen": (["cause: node decode-0", LESS_ROOM, "Nothing comes back from it."], Section.A_NODE_IS_SILENT),
+    "decode-frozen": (["cause: node decode-0", LESS_ROOM, "Nothing comes back from it."], PageSection.A_NODE_IS_SILENT),
     "port-closed": (
         ["cause: node decode-1", LESS_ROOM, "has been trying to join for", "connection refused"],
-        Section.A_NODE_DOES_NOT_JOIN,
+        PageSection.A_NODE_DOES_NOT_JOIN,
     ),
     "data-path-cut": (
         ["cause: hand_overs", "loss: Served, slower", "no bytes come to its reads", "ready: degraded"],
-        Section.NOTHING_IS_HANDED_OVER,
+        PageSection.NOTHING_IS_HANDED_OVER,
     ),
-    "drained": (["cause: nothing", LESS_ROOM, "now: decode-0 has been draining for"], Section.A_NODE_GOES_AWAY),
+    "drained": (["cause: nothing", LESS_ROOM, "now: decode-0 has been draining for"], PageSection.A_NODE_GOES_AWAY),
     "recovered": (["cause: nothing", "loss: nothing", "earlier: decode-0 was out for"], None),
     "queue-full": (
         ["cause: load", "loss: Some requests get a 429", "now: Requests were turned away"],
-        Section.REQUESTS_ARE_TURNED_AWAY,
+        PageSection.REQUESTS_ARE_TURNED_AWAY,
     ),
     "address-forgotten": (
         ["cause: hand_overs", SLOWER, "at 127.0.0.1:5600: set NODE_ADDRESS on prefill-0's host"],
-        Section.NOTHING_IS_HANDED_OVER,
+        PageSection.NOTHING_IS_HANDED_OVER,
     ),
 }
 
@@ -62,4 +65,4 @@ def test_each_picture_of_an_incident_is_of_one_of_them() -> None:
     shown = re.findall(r"\(incident-([\w-]+)\.png\)", text_of(ROOT / "docs/incidents.md"))
     assert shown
     assert set(shown) <= set(INCIDENTS)
-    assert set(Section) <= anchors(ROOT / "docs" / PAGE)
+    assert set(PageSection) <= anchors(ROOT / "docs" / PAGE)

@@ -28,7 +28,7 @@ class DiscoveryError(PdproxyError):
     """A source could not be listed; the message says why."""
 
 
-class Source(Protocol):
+class NodeSource(Protocol):
     """A list of nodes that come and go."""
 
     @property
@@ -90,10 +90,10 @@ async def poll(
     interval: float,
     level: int = logging.WARNING,
 ) -> AsyncGenerator[Nodes, None]:
-    """`Source.watch` for what can only be listed again and again.
+    """`NodeSource.watch` for what can only be listed again and again.
 
     Args:
-        where: see `Source.where`.
+        where: see `NodeSource.where`.
         list_nodes: raises `DiscoveryError` where the last list shall hold; logged once as long as the reason stays.
         interval: seconds between two lists.
         level: that errors are logged with.
@@ -123,7 +123,7 @@ class DiscoverySync:
     ``drain_seconds``: for running requests on a node that is not listed any more.
     """
 
-    def __init__(self, pool: Pool, drainer: Drainer, sources: Sequence[Source], drain_seconds: float) -> None:
+    def __init__(self, pool: Pool, drainer: Drainer, sources: Sequence[NodeSource], drain_seconds: float) -> None:
         self._pool = pool
         self._drainer = drainer
         self._sources = sources
@@ -137,7 +137,7 @@ class DiscoverySync:
             for number, source in enumerate(self._sources):
                 group.create_task(self._follow(number, source))
 
-    async def _follow(self, number: int, source: Source) -> None:
+    async def _follow(self, number: int, source: NodeSource) -> None:
         async with contextlib.aclosing(source.watch()) as lists:
             async for nodes in lists:
                 self._lists[number] = nodes
@@ -168,7 +168,7 @@ class DiscoverySync:
             self._amend(node)
 
     def _add(self, node: Node) -> None:
-        others = (view.node for view in self._pool.snapshot().nodes if view.node.name != node.name)
+        others = (view.node for view in self._pool.state().nodes if view.node.name != node.name)
         if any(other.url == node.url for other in others):
             _LOG.warning("node %s is there already under another name", node.url)
             return

@@ -1,4 +1,4 @@
-from connector.tiers.pending_loads import Load, Offer, PendingLoads
+from connector.tiers.pending_loads import ChildLoad, Offer, PendingLoads
 from connector.tiers.rank_loads import RankLoads
 from connector.tiers.stats import SelectionCounters, SelectionSnapshot
 
@@ -164,7 +164,7 @@ def test_pending_is_reported_when_it_changes() -> None:
 
 def test_a_rank_gives_up_what_still_runs_and_reports_its_end_apart() -> None:
     rank_loads = RankLoads()
-    rank_loads.start({"r": Load(0, BLOCKS), "done": Load(0, ((4,),)), "other": Load(1, ((5,),))})
+    rank_loads.start({"r": ChildLoad(0, BLOCKS), "done": ChildLoad(0, ((4,),)), "other": ChildLoad(1, ((5,),))})
     rank_loads.finish(["done"])
     assert rank_loads.give_up(["r", "done", "unknown"]) == {"r"}
     assert rank_loads.give_up(["r"]) == set()

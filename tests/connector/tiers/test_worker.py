@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from connector.tiers import WeightedMultiConnector
 from connector.tiers.multi_connector import IDLE_REST
-from connector.tiers.pending_loads import Load
+from connector.tiers.pending_loads import ChildLoad
 from connector.tiers.rank_loads import WeightedMetadata, WeightedReport
 from tests.connector.harness import DENSE, HYBRID
 from tests.connector.tiers.disk_tier import Copy, DiskMetadata, DiskTier
@@ -50,7 +50,7 @@ def caches(groups: tuple[KVCacheSpec, ...]) -> dict[str, Any]:
 
 
 def step(
-    connector: WeightedMultiConnector, one: DiskMetadata, loads: dict[str, Load] | None = None, **more: Any
+    connector: WeightedMultiConnector, one: DiskMetadata, loads: dict[str, ChildLoad] | None = None, **more: Any
 ) -> Any:
     """One step with work for the first child; what vLLM's model runner takes from the connector, in its order."""
     connector.bind_connector_metadata(WeightedMetadata((one, DiskMetadata()), None, loads or {}, **more))
@@ -87,7 +87,9 @@ def test_the_tier_brings_back_what_it_stored(tmp_path: Path, path: str) -> None:
 def test_a_load_that_ended_well_is_finished_and_no_more(tmp_path: Path, path: str) -> None:
     connector = worker(tmp_path)
     step(connector, DiskMetadata(saves=[Copy("r", path, SOURCE)]))
-    results, blocks = step(connector, DiskMetadata(loads=[Copy("r", path, TARGET, (0, 0))]), {"r": Load(0, TARGET)})
+    results, blocks = step(
+        connector, DiskMetadata(loads=[Copy("r", path, TARGET, (0, 0))]), {"r": ChildLoad(0, TARGET)}
+    )
     assert (results.finished_recving, results.failed_recving, blocks) == ({"r"}, set(), set())
 
 
@@ -95,7 +97,7 @@ def test_a_load_that_ended_well_is_finished_and_no_more(tmp_path: Path, path: st
 def test_a_stale_file_is_a_failed_request(tmp_path: Path, path: str, kind: str) -> None:
     """Whether the child reports it itself, or names blocks, at which vLLM raises where there are several groups."""
     connector = worker(tmp_path, kind)
-    loads = {"r": Load(0, TARGET), "other": Load(1, SOURCE)}
+    loads = {"r": ChildLoad(0, TARGET), "other": ChildLoad(1, SOURCE)}
     results, blocks = step(connector, DiskMetadata(loads=[Copy("r", path, TARGET, (0, 0))]), loads)
     assert (results.finished_recving, results.failed_recving, blocks) == ({"r"}, {"r"}, set())
 
@@ -104,7 +106,7 @@ def test_with_one_group_blocks_stay_blocks(tmp_path: Path, path: str) -> None:
     """vLLM then keeps what came before the first of them."""
     connector = worker(tmp_path, "BlockwiseTier", groups=DENSE)
     results, blocks = step(
-        connector, DiskMetadata(loads=[Copy("r", path, TARGET[:1], (0,))]), {"r": Load(0, TARGET[:1])}
+        connector, DiskMetadata(loads=[Copy("r", path, TARGET[:1], (0,))]), {"r": ChildLoad(0, TARGET[:1])}
     )
     assert (results.finished_recving, results.failed_recving, blocks) == ({"r"}, set(), {13})
     assert connector.get_block_ids_with_load_errors() == set()
@@ -116,7 +118,7 @@ def test_a_load_that_takes_too_long_has_failed_and_its_end_is_reported_apart(tmp
     hangs = tmp_path / "one" / "hangs"
     hangs.touch()
     load = DiskMetadata(loads=[Copy("r", path, TARGET, (0, 0))])
-    results, _ = step(connector, load, {"r": Load(0, TARGET)})
+    results, _ = step(connector, load, {"r": ChildLoad(0, TARGET)})
     assert results.finished_recving == set()
     assert connector.build_connector_worker_meta() is None
     results, _ = step(connector, DiskMetadata(), overdue=frozenset({"r", "unknown"}))
@@ -136,7 +138,7 @@ def test_a_load_that_ended_in_time_is_not_given_up(tmp_path: Path, path: str) ->
     connector = worker(tmp_path)
     step(connector, DiskMetadata(saves=[Copy("r", path, SOURCE)]))
     load = DiskMetadata(loads=[Copy("r", path, TARGET, (0, 0))])
-    results, _ = step(connector, load, {"r": Load(0, TARGET)}, overdue=frozenset({"r"}))
+    results, _ = step(connector, load, {"r": ChildLoad(0, TARGET)}, overdue=frozenset({"r"}))
     assert (results.finished_recving, results.failed_recving) == ({"r"}, set())
     step(connector, DiskMetadata(), overdue=frozenset({"r"}))
     assert connector.build_connector_worker_meta() is None
@@ -206,6 +208,6 @@ def test_preemptions_with_metadata_that_is_not_ours(told: Told) -> None:
 
 
 def test_metadata_can_travel_between_processes() -> None:
-    meta = WeightedMetadata((KVConnectorMetadata(),), None, {"r": Load(0, TARGET)}, frozenset({"a"}))
+    meta = WeightedMetadata((KVConnectorMetadata(),), None, {"r": ChildLoad(0, TARGET)}, frozenset({"a"}))
     again = pickle.loads(pickle.dumps(meta))
     assert (again.loads, again.preempted) == (meta.loads, meta.preempted)

@@ -52,7 +52,7 @@ def sync(pool: Pool, drainer: Drainer) -> DiscoverySync:
 
 
 def names(pool: Pool) -> dict[str, State]:
-    return {view.node.name: view.state for view in pool.snapshot().nodes}
+    return {view.node.name: view.state for view in pool.state().nodes}
 
 
 async def test_nodes_join_and_leave_by_draining(pool: Pool, sync: DiscoverySync) -> None:
@@ -166,7 +166,7 @@ async def test_what_two_sources_list_at_one_address_is_one_node(pool: Pool, drai
     async def shown(source: FakeSource, *nodes: Node) -> dict[str, tuple[Role, ...]]:
         source.shown.put_nowait(nodes)
         await settle()
-        return {view.name: pool.configured(view.name).roles for view in pool.snapshot().nodes}
+        return {view.name: pool.configured(view.name).roles for view in pool.state().nodes}
 
     assert await shown(decodes, ONE) == {"decode-d1:8000": (Role.DECODE,)}
     assert await shown(prefills, as_prefill) == {"decode-d1:8000": tuple(Role)}
