@@ -34,8 +34,8 @@ class Reads(Protocol):
 
 
 class IdleRest:
-    """For one engine's thread; `end` is for any. `batches`: how many steps are under way at most, that whose output is
-    processed included."""
+    """For one engine's thread; `interrupt` is for any. `batches`: how many steps are under way at most, that whose
+    output is processed included."""
 
     def __init__(self, batches: int, leases: Sized, reads: Reads, quarantine: Sized, paths: Sized) -> None:
         self._batches = batches
@@ -47,7 +47,7 @@ class IdleRest:
         self._idle_steps = 0
         self._was_reading = False
 
-    def end(self) -> None:
+    def interrupt(self) -> None:
         """Something has arrived: the rest ends, or the next one is not taken."""
         self._arrived.set()
 

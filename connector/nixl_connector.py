@@ -224,7 +224,7 @@ def wrap_preprocessing(engine_class: type[Any]) -> None:
     def preprocess_add_request(self: EngineCore, request: EngineCoreRequest) -> tuple[Request, int]:
         preprocessed: tuple[Request, int] = stock(self, request)
         for side in _our_sides(self.scheduler):
-            side.rest.end()
+            side.rest.interrupt()
         return preprocessed
 
     setattr(preprocess_add_request, _WRAPPED, True)

@@ -169,7 +169,7 @@ class Peers:
             self._wake.send(b"?")
 
     def send(self, address: Address, message: bytes) -> None:
-        """Send to `address`, once it is connected; one that cannot be reached is reported by `lost`."""
+        """Send to `address`, once it is connected; one that cannot be reached is reported by `pop_lost`."""
         peer = self._peers.get(address)
         if peer is None:
             peer = self._open(address)
@@ -196,7 +196,7 @@ class Peers:
         replies, self._replies = self._replies, []
         return replies
 
-    def lost(self) -> dict[Address, str]:
+    def pop_lost(self) -> dict[Address, str]:
         """Addresses whose connection has gone, or could not be made, since the last call, each with a reason."""
         lost, self._lost = self._lost, {}
         return lost

@@ -47,7 +47,7 @@ class ReadReports:
         if report is not None:
             report.cause, report.why = str(cause), why[:LONGEST_WHY]
 
-    def take(self, request_id: str) -> Mapping[str, Any]:
+    def pop(self, request_id: str) -> Mapping[str, Any]:
         """The request ends: what to put into its answer's `kv_transfer_params`."""
         report = self._reports.pop(request_id, None)
         return {} if report is None else {REPORT: {"cause": report.cause, "why": report.why}}

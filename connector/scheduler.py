@@ -185,7 +185,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         verdict = self.verify(engine_id, alias, nonce)
         if verdict is Verdict.HELD:
             self._given_back.put((alias, nonce))
-            self.rest.end()
+            self.rest.interrupt()
         return verdict
 
     # ---- a step is planned
@@ -330,7 +330,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         of a conversation leaves for the next one (`keeps`) vLLM may free all the same."""
         request_id = request.request_id
         kept = self.keeps.on_request_finished(request)
-        report = {**self._reports.take(request_id), **kept}
+        report = {**self._reports.pop(request_id), **kept}
         if request.num_output_tokens > 0:
             # The end of a load that ran within a step is not reported in any other way.
             self._token_accounting.on_loaded(request_id, request.num_computed_tokens)

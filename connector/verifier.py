@@ -290,7 +290,7 @@ class Verifier:
         for address in silent:
             peers.drop(address)
             self._end(address, "it did not answer in time")
-        for address, why in peers.lost().items():
+        for address, why in peers.pop_lost().items():
             self._end(address, why)
 
     def _end(self, address: Address, why: str) -> None:

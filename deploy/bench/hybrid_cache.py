@@ -205,13 +205,6 @@ class HybridCache:
         entries = {entry for each in (hold, *others) for entry in each.entries}
         return sum(self._cost(kind) for kind, _ in entries)
 
-    def clear(self) -> None:
-        """The process was started anew."""
-        self._entries.clear()
-        self._held.clear()
-        self._used = 0
-        self._events.clear()
-
     def _key(self, prompt: HashedPrompt, tokens: int) -> int:
         return prompt.hashes[tokens // self.shape.step - 1]
 

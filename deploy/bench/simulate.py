@@ -269,8 +269,8 @@ class Simulation:
         found = self.index.look_up(prompt.hashes, prompt.tokens, self.clock.now())
         now = self.clock.now()
         if self._turnover.is_due(now):
-            places = map(Place, self.nodes)
-            self._turnover.look([(each, self.index.stored(each), self.fleet.shape.blocks) for each in places], now)
+            stored = [(each, self.index.stored(each), self.fleet.shape.blocks) for each in map(Place, self.nodes)]
+            self._turnover.note_stored(stored, now)
         return PromptHits(prompt.tokens, HitSource.EVENTS, found, self._turnover.stays)
 
     def _request(self, trace: Trace, number: int) -> Iterator[float]:

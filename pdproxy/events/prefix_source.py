@@ -101,7 +101,7 @@ class EventPrefixSource:
         """See `PromptHits`."""
         now = self._clock.now()
         if self._turnover.is_due(now):
-            self._turnover.look(self._stored(), now)
+            self._turnover.note_stored(self._stored(), now)
         return self._turnover.stays
 
     def _stored(self) -> Iterator[tuple[Place, int, int]]:

@@ -238,7 +238,7 @@ class RequestHandler:
             promised = promised_length(fields)
             fits = promised <= self.bodies.most  # one that never will is refused for that
             reservation = self.budget.reserve(api_key.name, promised if fits else 0)
-            charge = None if api_key.limits is NO_LIMITS else self.rates.begin(api_key)
+            charge = None if api_key.limits is NO_LIMITS else self.rates.charge_request(api_key)
         except ClientError as error:
             self.not_taken(exchange, error, api_key.name)
             raise unread(error, fields) from None

@@ -76,7 +76,7 @@ class RateLimits:
         self._metrics = metrics
         self._buckets: dict[str, Buckets] = {}
 
-    def begin(self, api_key: ApiKey) -> "RateCharge | None":
+    def charge_request(self, api_key: ApiKey) -> "RateCharge | None":
         """A request of a key has come; None where the key has no such limit.
 
         Raises:
@@ -86,7 +86,7 @@ class RateLimits:
         if limits.requests_per_minute is limits.input_tokens_per_minute is limits.output_tokens_per_minute is None:
             return None
         charge = RateCharge(api_key.name, self._of(api_key.name, limits), self._clock, self._metrics)
-        charge.begin()
+        charge.charge_request()
         return charge
 
     def _of(self, name: str, limits: KeyLimits) -> Buckets:
@@ -114,8 +114,8 @@ class RateCharge:
         self._used = {INPUT: 0, OUTPUT: 0}
         self._answered = self._told = False
 
-    def begin(self) -> None:
-        """The request has come: charge one request. Raises as `RateLimits.begin`."""
+    def charge_request(self) -> None:
+        """The request has come: charge one request. Raises as `RateLimits.charge_request`."""
         self._require({REQUESTS: 1, INPUT: 1, OUTPUT: 1})
         self._take({REQUESTS: 1})
 

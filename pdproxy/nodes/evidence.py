@@ -44,10 +44,6 @@ class Evidence:
         """Whether the node passed a test since it joined."""
         return name in self._proved
 
-    def failed(self, pair: Pair) -> Unpassed | None:
-        """The pair's failure, while it lasts."""
-        return self._failed.get(pair)
-
     def due(self, now: float) -> list[Pair]:
         """Pairs that failed and are to be tested again now."""
         return [pair for pair, failure in self._failed.items() if failure.due <= now]

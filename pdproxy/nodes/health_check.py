@@ -113,7 +113,7 @@ class HealthCheck:
         now = self._clock.now()
         views = self._pool.state().nodes
         self._visited = {view.node.name: self._visited.get(view.node.name, float("-inf")) for view in views}
-        self._joiner.outages.keep(self._visited)
+        self._joiner.outages.retain(self._visited)
         return [view for view in views if view.node.name not in self._visiting and self._is_due(view, now)]
 
     def _is_due(self, view: NodeView, now: float) -> bool:

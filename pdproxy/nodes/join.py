@@ -52,7 +52,7 @@ class OutageLog:
         """A preflight of the node succeeded."""
         self._outages.pop(node.name, None)
 
-    def keep(self, names: Collection[str]) -> None:
+    def retain(self, names: Collection[str]) -> None:
         """Forget all other nodes: they have left."""
         self._outages = {name: outage for name, outage in self._outages.items() if name in names}
 

@@ -48,7 +48,7 @@ class EventMetrics:
             (self._batches, BatchOutcome), (self._events, CacheEventKind), (self._replays, Replay),
             (self._forgotten, Forgotten), (self._places, Known), (self._lookups, LookUp), (self._ids, IdsOutcome),
         ):  # fmt: skip
-            family.begin(words)
+            family.export_zeros(words)
 
     def watch_index(self, blocks: Callable[[], int], places: Callable[[Known], int]) -> None:
         """Ask for the number of known blocks, and of places, whenever metrics are scraped."""

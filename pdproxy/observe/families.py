@@ -52,14 +52,6 @@ class GaugeSeries:
         """The number now."""
         return self._value if self._source is None else self._source()
 
-    def inc(self, amount: float = 1) -> None:
-        """Add an amount."""
-        self._value += amount
-
-    def dec(self, amount: float = 1) -> None:
-        """Take an amount away."""
-        self._value -= amount
-
     def set(self, value: float) -> None:
         """Replace the number."""
         self._value = value
@@ -101,7 +93,7 @@ class Family(Collector, Generic[SeriesT]):
         self._name = name
         self._text = text
         self._series: dict[tuple[str, ...], SeriesT] = {}
-        self._to_begin: list[tuple[Iterable[str], ...]] = []
+        self._to_export: list[tuple[Iterable[str], ...]] = []
         if not label_names:
             self.labels()
         registry.register(self)
@@ -115,13 +107,13 @@ class Family(Collector, Generic[SeriesT]):
         found = self._series.get(values)
         return self._add(values) if found is None else found
 
-    def begin(self, *axes: Iterable[str]) -> None:
+    def export_zeros(self, *axes: Iterable[str]) -> None:
         """Export every combination of these label values from now on, at 0 until something is counted.
 
         A counter that first appears at 1 has not grown, for Prometheus: the first failure would raise no alert. The
         series are made at the next scrape, for most of hundreds never count.
         """
-        self._to_begin.append(axes)
+        self._to_export.append(axes)
 
     def remove(self, *values: str) -> None:
         """Drop a series, if there is one of these label values."""
@@ -133,7 +125,7 @@ class Family(Collector, Generic[SeriesT]):
 
     def collect(self) -> Iterable[Metric]:
         """The family with all its series."""
-        begun, self._to_begin = self._to_begin, []
+        begun, self._to_export = self._to_export, []
         for axes in begun:
             for values in itertools.product(*axes):
                 self.labels(*values)

@@ -21,7 +21,7 @@ class KeepMetrics:
         for each, words in (
             (self._asked, KeepReason), (self._told, KeepOutcome), (self._turns, KeepTurn), (self._tokens, KeepTokens),
         ):  # fmt: skip
-            each.begin(words)
+            each.export_zeros(words)
 
     def asked(self, reason: KeepReason) -> None:
         """Count a conversation that a node is asked to keep."""

@@ -133,14 +133,14 @@ class Metrics:
             (self._proofs, Proof), (self._rejected, Rejection),
             (self._plans, RouteReason), (self._spans, SpanOutcome), (self._operator_refusals, OperatorRefusal),
         ):  # fmt: skip
-            counter.begin(words)
-        self._stalls.begin(Move)
+            counter.export_zeros(words)
+        self._stalls.export_zeros(Move)
         roles = ("prefill", "decode")
-        self._sessions.begin(roles, Affinity)
-        self._planned_hits.begin(roles)
-        self._real_hits.begin(roles)
-        self._silences.begin(roles, SilenceOutcome)
-        self._predictions.begin(roles, Prediction)
+        self._sessions.export_zeros(roles, Affinity)
+        self._planned_hits.export_zeros(roles)
+        self._real_hits.export_zeros(roles)
+        self._silences.export_zeros(roles, SilenceOutcome)
+        self._predictions.export_zeros(roles, Prediction)
 
     def model_served(self, name: str) -> None:
         """A node serves a model, or an adapter, by this name: its series are there from now on."""

@@ -28,7 +28,7 @@ class RefusedConnections:
     def __init__(self, registry: CollectorRegistry) -> None:
         text = "Times that a client's connection came to nothing before a request."
         self._counter = Counter("pdproxy_connections_refused_total", text, ["reason"], registry=registry)
-        self._counter.begin(ConnectionRefusal)
+        self._counter.export_zeros(ConnectionRefusal)
         self._lines = {reason: RareLine(_LOG, text) for reason, text in _TEXTS.items()}
 
     def count(self, reason: ConnectionRefusal, detail: str) -> None:

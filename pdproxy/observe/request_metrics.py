@@ -176,8 +176,8 @@ class RequestMetrics:
 
     def begin_model(self, label: str) -> None:
         """The counters of a model are there from now on, at 0."""
-        self.requests.begin((*Endpoint, OTHER), (label,), Outcome)
-        self.tokens.begin(Tokens, (label,))
+        self.requests.export_zeros((*Endpoint, OTHER), (label,), Outcome)
+        self.tokens.export_zeros(Tokens, (label,))
 
     def alike(self, endpoint: Endpoint | None, model: str, *, stream: bool) -> RequestSeries:
         """The series of requests like this one; ``endpoint``: None for one that was passed through."""
@@ -229,8 +229,8 @@ class KeyMetrics:
         if key == OTHER_KEYS:
             return series
         for counter, words in ((self._requests, Outcome), (self._tokens, Tokens), (self._rejected, Rejection)):
-            counter.begin((key,), words)
-        self._waited.begin((key,))
+            counter.export_zeros((key,), words)
+        self._waited.export_zeros((key,))
         self._active.labels(key).set_function(lambda: self._running(key))
         self._queued.labels(key).set_function(lambda: self._waiting(key))
         return series

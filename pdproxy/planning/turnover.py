@@ -35,7 +35,7 @@ class Turnover:
         """Whether it is time for another look."""
         return now - self._looked >= LOOK_SECONDS
 
-    def look(self, stored: Iterable[tuple[Place, int, int]], now: float) -> None:
+    def note_stored(self, stored: Iterable[tuple[Place, int, int]], now: float) -> None:
         """Each place with the number of blocks that it has stored since it is known, and of those that it can hold."""
         part = math.exp((self._looked - now) / REMEMBERED_SECONDS)
         self._looked, before, recent = now, self._stored, self._recent

@@ -179,7 +179,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
         self.cycle.message_event._waiters = []  # type: ignore[assignment]  # nobody waits yet; a deque has 600 bytes
         kind = UnchunkedExchange if version == "1.0" else ClientExchange
-        self._exchange = kind.begin(self.cycle, self._writer)
+        self._exchange = kind.from_cycle(self.cycle, self._writer)
         # Shared, and the exchange itself: each dict of its own would stay as long as the stream.
         self.scope["asgi"], self.scope["state"] = _ASGI, self.app_state  # type: ignore[typeddict-item]
         self.scope["extensions"] = {EXCHANGE_EXTENSION: self._exchange}  # type: ignore[dict-item]

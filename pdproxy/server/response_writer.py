@@ -156,7 +156,7 @@ class WriteFlow(FlowControl):
 class ClientExchange(RequestResponseCycle):
     """uvicorn's exchange of one request and its response; also the `pdproxy.response.Exchange` for the application.
 
-    uvicorn has no option for the class of an exchange: `begin` changes it.
+    uvicorn has no option for the class of an exchange: `from_cycle` changes it.
     """
 
     has_chunks = True
@@ -166,7 +166,7 @@ class ClientExchange(RequestResponseCycle):
     """For the body's first piece: the two are written at once then, and not in the loop's next turn."""
 
     @classmethod
-    def begin(cls, cycle: RequestResponseCycle, writer: ResponseWriter) -> "ClientExchange":
+    def from_cycle(cls, cycle: RequestResponseCycle, writer: ResponseWriter) -> "ClientExchange":
         """Make one of uvicorn's."""
         cycle.__class__ = cls
         assert isinstance(cycle, cls)
@@ -255,9 +255,9 @@ class UnchunkedExchange(ClientExchange):
     has_chunks = open_ended = False
 
     @classmethod
-    def begin(cls, cycle: RequestResponseCycle, writer: ResponseWriter) -> "ClientExchange":
+    def from_cycle(cls, cycle: RequestResponseCycle, writer: ResponseWriter) -> "ClientExchange":
         cycle.waiting_for_100_continue = False
-        return super().begin(cycle, writer)
+        return super().from_cycle(cycle, writer)
 
     async def send(self, message: ASGISendEvent) -> None:
         """uvicorn's checks that a body has its announced length: where there is none, each piece announces its own."""

@@ -44,7 +44,7 @@ class Watchdog:
             self._set_timer(due)
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until the watch ends; infinite where there is none."""
         return self.seconds if self.seconds == math.inf else max(0.0, self._due() - self._loop.time())
 
@@ -319,7 +319,7 @@ class H1Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._failure is None and self._busy and not self.answer.ended:
             if self.answer.silent:
-                self.resend_seconds = self._watchdog.left
+                self.resend_seconds = self._watchdog.seconds_left
             if exc is not None or not self.answer.feed_eof():
                 self._failure = while_exchanging(exc, self._where)
         self._drop_cycles()

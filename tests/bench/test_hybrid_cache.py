@@ -105,10 +105,3 @@ def test_the_events_tell_what_is_cached(shape: CacheShape) -> None:
 def test_a_prompt_that_the_pool_cannot_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="pool"):
         HybridCache(CacheShape(blocks=4)).compute(hashed((Segment(1, 4096),), 256))
-
-
-def test_nothing_is_left_after_a_restart() -> None:
-    node = HybridCache(LARGE)
-    cached(node, (Segment(1, 1024),))
-    node.clear()
-    assert (node.used, node.take_events(), cached(node, (Segment(1, 1024),))) == (0, [], 0)

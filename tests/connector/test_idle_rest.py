@@ -105,7 +105,7 @@ def test_it_does_not_rest_where_a_read_has_just_begun() -> None:
 @pytest.mark.usefixtures("long")
 def test_what_arrives_ends_the_rest() -> None:
     engine = idle(Engine())
-    timer = threading.Timer(0.05, engine.rest.end)
+    timer = threading.Timer(0.05, engine.rest.interrupt)
     timer.start()
     engine.step()
     timer.join()
@@ -114,9 +114,9 @@ def test_what_arrives_ends_the_rest() -> None:
 @pytest.mark.usefixtures("long")
 def test_what_has_arrived_keeps_it_from_resting_once() -> None:
     engine = idle(Engine())
-    engine.rest.end()
+    engine.rest.interrupt()
     engine.step()
-    timer = threading.Timer(0.05, engine.rest.end)
+    timer = threading.Timer(0.05, engine.rest.interrupt)
     timer.start()
     assert engine.step() > 0.04
     timer.join()

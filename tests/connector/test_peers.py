@@ -62,7 +62,7 @@ def test_for_one_address_more_the_one_that_never_answered_goes_first(listener: L
             peers.send(hole.getsockname(), PING)
             peers.wait(0)
         assert len(peers) == 3
-        assert list(peers.lost()) == [hole.getsockname() for hole in holes[:8]]
+        assert list(peers.pop_lost()) == [hole.getsockname() for hole in holes[:8]]
         answers(peers, listener, 2)
 
 
@@ -76,7 +76,7 @@ def test_of_those_that_answered_the_longest_idle_goes() -> None:
         answers(peers, listeners[1], 2)
         answers(peers, listeners[0], 3)
         answers(peers, listeners[2], 4)
-        assert list(peers.lost()) == [(HOST, listeners[1].port)]
+        assert list(peers.pop_lost()) == [(HOST, listeners[1].port)]
 
 
 def test_a_refused_connection_is_lost_with_its_reason() -> None:
@@ -87,7 +87,7 @@ def test_a_refused_connection_is_lost_with_its_reason() -> None:
         lost: dict[tuple[str, int], str] = {}
 
         def known() -> bool:
-            lost.update(peers.lost())
+            lost.update(peers.pop_lost())
             return bool(lost)
 
         until(peers, known)
@@ -98,7 +98,7 @@ def test_a_refused_connection_is_lost_with_its_reason() -> None:
 def test_a_name_that_does_not_exist_is_lost() -> None:
     with closing(Peers((), time.monotonic)) as peers:
         peers.send(("not a host name", 1), PING)
-        until(peers, lambda: ("not a host name", 1) in peers.lost())
+        until(peers, lambda: ("not a host name", 1) in peers.pop_lost())
 
 
 def test_an_unsigned_answer_is_no_answer(listener: Listener) -> None:
@@ -107,7 +107,7 @@ def test_an_unsigned_answer_is_no_answer(listener: Listener) -> None:
         lost: dict[tuple[str, int], str] = {}
 
         def known() -> bool:
-            lost.update(peers.lost())
+            lost.update(peers.pop_lost())
             return bool(lost)
 
         until(peers, known)

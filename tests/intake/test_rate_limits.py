@@ -24,7 +24,7 @@ class Setup:
         self.limits = limits
 
     def begin(self) -> RateCharge:
-        charge = self.rates.begin(ApiKey("k", self.limits))
+        charge = self.rates.charge_request(ApiKey("k", self.limits))
         assert charge is not None
         return charge
 
@@ -62,7 +62,7 @@ def test_a_request_that_is_larger_than_the_bucket_goes_when_that_is_full() -> No
 
 
 def test_without_such_limits_there_is_nothing_to_charge() -> None:
-    assert Setup(INPUT).rates.begin(ApiKey("k", KeyLimits(weight=2.0, concurrency=1, open=1))) is None
+    assert Setup(INPUT).rates.charge_request(ApiKey("k", KeyLimits(weight=2.0, concurrency=1, open=1))) is None
 
 
 def test_a_refusal_says_what_openais_says() -> None:

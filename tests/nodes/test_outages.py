@@ -72,7 +72,7 @@ def test_the_next_outage_is_a_new_one(log: OutageLog, caplog: pytest.LogCaptureF
 
 def test_a_node_that_left_is_forgotten(log: OutageLog, caplog: pytest.LogCaptureFixture) -> None:
     log.failed(NODE, REFUSED)
-    log.keep(["d2"])
+    log.retain(["d2"])
     log.failed(NODE, REFUSED)
     assert caplog.messages == [FIRST, FIRST]
 

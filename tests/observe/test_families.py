@@ -27,8 +27,7 @@ def fill(of: Any, registry: CollectorRegistry) -> None:
     labelled.remove("never", "y")
     gauge = of.Gauge("c", "Help.", ["one"], registry=registry)
     gauge.labels("x").set(7)
-    gauge.labels("x").inc(3)
-    gauge.labels("x").dec(0.5)
+    gauge.labels("x").set(9.5)
     gauge.labels("y").set_function(lambda: 12)
     of.Gauge("d", "Help.", ["one"], registry=registry)
     of.Gauge("e", "Help.", registry=registry)
@@ -56,7 +55,7 @@ def test_series_that_are_begun_are_there_at_zero_and_keep_what_they_counted() ->
     registry = CollectorRegistry()
     counter = families.Counter("a_total", "Help.", ["one", "two"], registry=registry)
     counter.labels("x", "y").inc()
-    counter.begin(("x", "z"), ("y",))
+    counter.export_zeros(("x", "z"), ("y",))
     assert registry.get_sample_value("a_total", {"one": "x", "two": "y"}) == 1
     assert registry.get_sample_value("a_total", {"one": "z", "two": "y"}) == 0
 

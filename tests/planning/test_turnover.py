@@ -12,7 +12,7 @@ def looked(*counts: int, every: float = 1.0, most: int = 600) -> Turnover:
     """One place, which has stored so many blocks at each look."""
     turnover = Turnover()
     for number, count in enumerate(counts):
-        turnover.look([(ONE, count, most)], number * every)
+        turnover.note_stored([(ONE, count, most)], number * every)
     return turnover
 
 
@@ -29,21 +29,21 @@ def test_nothing_is_said_of_a_place_that_stores_next_to_nothing() -> None:
 def test_what_a_place_stored_long_ago_counts_little() -> None:
     turnover = looked(0, 600)
     busy = turnover.stays[ONE]
-    turnover.look([(ONE, 600, 600)], 1.0 + 3 * REMEMBERED_SECONDS)
+    turnover.note_stored([(ONE, 600, 600)], 1.0 + 3 * REMEMBERED_SECONDS)
     assert turnover.stays[ONE] > 15 * busy
 
 
 def test_a_place_that_has_begun_anew_or_left_starts_from_nothing() -> None:
     turnover = looked(0, 600)
-    turnover.look([(ONE, 5, 600)], 2.0)
+    turnover.note_stored([(ONE, 5, 600)], 2.0)
     assert turnover.stays[ONE] > 0, "fewer than before: its events were lost, and nothing is taken away"
-    turnover.look([(OTHER, 5, 600)], 3.0)
-    turnover.look([(ONE, 1000, 600), (OTHER, 5, 600)], 4.0)
+    turnover.note_stored([(OTHER, 5, 600)], 3.0)
+    turnover.note_stored([(ONE, 1000, 600), (OTHER, 5, 600)], 4.0)
     assert turnover.stays == {}
 
 
 def test_it_looks_once_in_a_while() -> None:
     turnover = Turnover()
     assert turnover.is_due(0.0)
-    turnover.look([], 0.0)
+    turnover.note_stored([], 0.0)
     assert (turnover.is_due(LOOK_SECONDS / 2), turnover.is_due(LOOK_SECONDS)) == (False, True)

@@ -49,6 +49,7 @@ async def play(case: Case) -> None:
     assert transport.connections == 0
 
 
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("name", plain_cases())
 def test_case_on_uvloop(name: str) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
