@@ -1,13 +1,16 @@
 """Build the documentation as a site (`make docs`), of the pages that GitHub shows as they are.
 
-Four things differ in the site, so the pages are written anew before MkDocs reads them:
+Five things differ in the site. For the first four the pages are written anew before MkDocs reads them:
 
 - Guides that lie outside of `docs/` are pages, too.
 - A link to any other file of the repository leads to the file at GitHub.
 - Headings between `<!-- tabs -->` and `<!-- end of tabs -->` become tabs.
 - The search lists the pages for somebody on call first.
+- Words in a comment below a heading, such as `<!-- search: frozen hangs -->`, find its section before all others:
+  people ask in other words than headings have.
 """
 
+import json
 import os
 import posixpath
 import re
@@ -31,6 +34,7 @@ RANKS = {"troubleshooting.md": 6, "incidents.md": 4}
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 _TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- end of tabs -->$", re.MULTILINE | re.DOTALL)
 _TAB = re.compile(r"^#+ (.+)\n", re.MULTILINE)
+_WORDS = re.compile(r'<h\d id="([^"]+)">.*\n\s*<!-- search: (.+) -->')
 
 
 def with_links(markdown: str, source: str) -> str:
@@ -94,7 +98,31 @@ def build(folder: Path) -> int:
     """Make the site of the pages, strictly: a warning, such as a link to nowhere, is an error. The exit status."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "--site-dir", str(folder)]
     # Material for MkDocs advertises its successor at every build.
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=False).returncode
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    if status == 0:
+        add_words(folder)
+    return status
+
+
+def add_words(folder: Path) -> None:
+    """Give sections in the search's index the words that their comments name, as tags, which weigh more than a heading.
+
+    The index is there twice: as JSON, and as a script for who reads the site from a disk.
+    """
+    words = {
+        f"{page.relative_to(folder)}#{anchor}": named.split()
+        for page in folder.rglob("*.html")
+        for anchor, named in _WORDS.findall(page.read_text(encoding="utf-8"))
+    }
+    index = folder / "search/search_index.json"
+    found = json.loads(index.read_text(encoding="utf-8"))
+    for section in found["docs"]:
+        if section["location"] in words:
+            section["tags"] = words[section["location"]]
+    text = json.dumps(found)
+    index.write_text(text, encoding="utf-8")
+    index.with_suffix(".js").write_text(f"var __index = {text}", encoding="utf-8")
 
 
 if __name__ == "__main__":

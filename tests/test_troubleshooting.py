@@ -119,7 +119,8 @@ def on_call() -> list[list[str]]:
 def test_each_question_on_call_has_a_link_that_answers_it_with_a_command() -> None:
     """A section answers where it has a command or a table, itself or in one below it."""
     assert len(on_call()) == 10
-    for question, _, answer in on_call():
+    for question, _, answer, in_a_line in on_call():
+        assert in_a_line
         found = re.findall(r"\]\(([\w.-]*)#([\w-]+)\)", answer)
         assert found, question
         for file, anchor in found:

@@ -2,18 +2,21 @@
 
 import asyncio
 import html.parser
+import json
 import re
 import urllib.parse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
 
 from deploy.local.paths import ROOT
-from deploy.site import GUIDES, RANKS, SOURCE, build, with_links, with_tabs, write_source
+from deploy.site import GUIDES, SOURCE, build, with_links, with_tabs, write_source
 from tests.admin.browser import CHROMIUM, Page, new_page, running_chromium
+from tests.test_docs import slug
+from tests.test_troubleshooting import rows_of, sections
 
 pytestmark = pytest.mark.together("site")
 
@@ -113,22 +116,78 @@ async def test_from_a_disk_and_without_a_network_the_search_finds_a_page(site: P
         assert page.complaints == []
 
 
-def searches() -> list[str]:
-    """The words that the pages of symptoms and incidents tell a reader to search for."""
-    pages = [(ROOT / "docs" / name).read_text() for name in RANKS]
-    tables = "\n".join(re.findall(r"^\|.*search for.*\n(?:\|.*\n)+", "\n".join(pages), re.MULTILINE))
-    return re.findall(r"\*([^*|]+)\*", tables)
+Searches = dict[str, set[str]]
+"""Words, and the sections of which the search must list one before all others."""
+SYMPTOMS, INCIDENTS = ROOT / "docs/troubleshooting.md", ROOT / "docs/incidents.md"
+OTHER_WORDS: Mapping[str, Sequence[str]] = {
+    "troubleshooting.html#first-minute": ("proxy or node at fault", "is it the network or the node"),
+    "troubleshooting.html#what-clients-get": ("clients get 503", "503 service unavailable", "503 no_decode"),
+    "troubleshooting.html#requests-are-turned-away": ("429 too many requests", "who is rate limited"),
+    "troubleshooting.html#why-a-request-was-local": ("local_reason", "request not disaggregated", "all requests local"),
+    "troubleshooting.html#nothing-is-handed-over": ("hand-overs fail", "degraded", "served slower"),
+    "troubleshooting.html#follow-one-request": ("trace one request", "x-pdproxy-request-id", "find request in log"),
+    "troubleshooting.html#blocks-that-stay": ("kv blocks not freed", "gpu memory not released"),
+    "troubleshooting.html#turn-hand-overs-off": ("disable hand-overs", "switch off disaggregation"),
+    "troubleshooting.html#roll-back": ("rollback", "downgrade", "go back to old release"),
+    "troubleshooting.html#a-node-is-down": ("decode node down", "prefill down"),
+    "troubleshooting.html#a-node-is-silent": ("node frozen", "node hangs"),
+    "troubleshooting.html#a-node-does-not-join": ("node does not join",),
+    "incidents.html#both-decode-nodes-are-killed": ("no decode node serves",),
+    "incidents.html#the-data-path-is-cut": ("firewall between nodes",),
+    "incidents.html#a-node-is-drained": ("take back drained node",),
+    "incidents.html#the-queue-is-full": ("queue full", "neither: too much is asked"),
+    "incidents.html#the-prefill-nodes-address-is-forgotten": (
+        "cannot reach prefill-0 at 127.0.0.1:5600",
+        "NODE_ADDRESS",
+    ),
+}
+"""By section: what somebody may type who has not read the tables."""
 
 
-async def test_the_search_lists_symptoms_and_incidents_first(site: Path, browser: str) -> None:
-    assert len(searches()) == 20
-    first = "document.querySelector('.md-search-result__link')"
+def searches() -> Searches:
+    """The words that the pages of symptoms and incidents tell a reader to search for, with those above.
+
+    A question is answered by the sections that it links to; an incident by its own section, and by those that this one
+    links to.
+    """
+    found: Searches = {words: {section} for section, all_words in OTHER_WORDS.items() for words in all_words}
+    for _, words, answer, _ in rows_of(sections(SYMPTOMS)["Ten questions on call"]):
+        found[words.strip("*")] = sections_of(answer, "troubleshooting.html")
+    texts = {slug(heading): text for heading, text in sections(INCIDENTS).items()}
+    for what, _, _, words, _ in rows_of(texts["incidents"]):
+        [own] = sections_of(what, "incidents.html")
+        found[words.strip("*")] = {own} | sections_of(texts[own.partition("#")[2]], "incidents.html")
+    return found
+
+
+def sections_of(markdown: str, here: str) -> set[str]:
+    """The sections that a text of a page links to."""
+    links = re.findall(r"\]\(([\w-]+\.md)?#([\w-]+)\)", markdown)
+    return {f"{page.removesuffix('.md')}.html#{anchor}" if page else f"{here}#{anchor}" for page, anchor in links}
+
+
+async def test_a_search_lists_the_section_that_answers_first(site: Path, browser: str) -> None:
+    wrong: dict[str, str] = {}
+    assert len(searches()) > 50
+    first = "document.querySelector('.md-search-result__link[href*=\"#\"]')"
     async with asyncio.timeout(240), new_page(browser) as page:
-        for words in searches():
+        for words, answers in searches().items():
             await page.show(f"{site.as_uri()}/index.html?q={urllib.parse.quote(words)}")
             await page.until(f"document.URL.includes({urllib.parse.quote(words)!r}) && !!{first}")
-            found = str(await page.value(f"{first}.href"))
-            assert re.search(r"/(troubleshooting|incidents)\.html", found), (words, found)
+            address = urllib.parse.urlsplit(str(await page.value(f"{first}.href")))
+            if (found := f"{Path(address.path).name}#{address.fragment}") not in answers:
+                wrong[words] = found
+    assert wrong == {}
+
+
+def test_each_section_is_found_by_the_words_of_its_comment(site: Path) -> None:
+    index = json.loads((site / "search/search_index.json").read_text())
+    words = {section["location"]: section.get("tags", []) for section in index["docs"]}
+    assert "frozen" in words["troubleshooting.html#a-node-is-silent"]
+    named = [line for page in (SYMPTOMS, INCIDENTS) for line in page.read_text().splitlines() if "<!-- search:" in line]
+    assert sum(map(bool, words.values())) == len(named)
+    script = (site / "search/search_index.js").read_text()
+    assert json.loads(script.removeprefix("var __index = ")) == index
 
 
 async def test_the_copy_button_takes_the_commands_alone(site: Path, browser: str) -> None:
