@@ -164,6 +164,13 @@ def _change_routes(routes: APIRouter, context: AdminContext, shown: Callable[[st
         """No new requests from now on; running ones end or move elsewhere within ``seconds``."""
         return drained(name, seconds, AfterDrain.KEEP)
 
+    @routes.post("/nodes/{name}/forget", status_code=202)
+    async def forget_kept(name: str) -> dict[str, int]:
+        """Make the node forget the conversations that it keeps, with its next request; how many these are."""
+        pool.view(name)
+        keeping = None if context.orchestration is None else context.orchestration.keeping
+        return {"forgotten": 0 if keeping is None else keeping.forget(name)}
+
     @routes.post("/nodes/{name}/rejoin", status_code=202)
     async def rejoin_node(name: str) -> Status:
         """End a drain: the node passes its preflight again, then serves."""

@@ -5,7 +5,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from pdproxy.observe.families import Counter
-from pdproxy.observe.labels import KeepOutcome, KeepTokens, KeepTurn
+from pdproxy.observe.labels import KeepForget, KeepOutcome, KeepTokens, KeepTurn
 from pdproxy.reasons import KeepReason
 
 
@@ -18,8 +18,14 @@ class KeepMetrics:
         self._told = counter("pdproxy_keeps_total", "What became of it.", ["outcome"])
         self._turns = counter("pdproxy_keep_turns_total", "Next turns of kept conversations.", ["outcome"])
         self._tokens = counter("pdproxy_keep_tokens_total", "Tokens that nodes kept, and found kept.", ["kind"])
+        self._forgotten = counter(
+            "pdproxy_keeps_forgotten_total",
+            "Kept conversations that a place is to forget before their time.",
+            ["reason"],
+        )
         for each, words in (
             (self._asked, KeepReason), (self._told, KeepOutcome), (self._turns, KeepTurn), (self._tokens, KeepTokens),
+            (self._forgotten, KeepForget),
         ):  # fmt: skip
             each.export_zeros(words)
 
@@ -39,3 +45,7 @@ class KeepMetrics:
         """Add what a node says of one turn."""
         self._tokens.labels(KeepTokens.HIT).inc(hit)
         self._tokens.labels(KeepTokens.KEPT).inc(kept)
+
+    def forgotten(self, reason: KeepForget, conversations: int) -> None:
+        """Count kept conversations that a place is to forget."""
+        self._forgotten.labels(reason).inc(conversations)

@@ -114,6 +114,20 @@ class KeepTurn(enum.StrEnum):
     """The turn goes to the place that kept it, after the time for which it was to be kept."""
 
 
+class KeepForget(enum.StrEnum):
+    """The reason for which a place is to forget a conversation before its time."""
+
+    CLIENT = "client"
+    """The client asks for no caching."""
+    KEY_LIMIT = "key_limit"
+    """With this turn its API key would have more tokens kept than it may."""
+    NOT_ASKED = "not_asked"
+    """Nothing asks for it after this turn."""
+    MOVED = "moved"
+    """Another place computes its next turn."""
+    OPERATOR = "operator"
+
+
 class KeepTokens(enum.StrEnum):
     """Tokens of kept conversations."""
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pdproxy.clock import Clock
 from pdproxy.nodes.node import Node
 from pdproxy.observe.keep_metrics import KeepMetrics
-from pdproxy.observe.labels import KeepOutcome, KeepTurn
+from pdproxy.observe.labels import KeepForget, KeepOutcome, KeepTurn
+from pdproxy.orchestration.keep_facts import KeepFacts
 from pdproxy.orchestration.prefix_source import PrefixSource
 from pdproxy.planning.conversations import Conversation, Conversations
 from pdproxy.planning.plan_types import NextTurn
@@ -40,6 +41,15 @@ class Keeping:
         conversation = self._conversations.turn(request.api_key, marks, now, named=named, tokens=tokens)
         return PromptKeep(conversation, request.keep, tokens, self._conversations, self._clock, self._metrics)
 
+    def forget(self, node: str) -> int:
+        """An operator's word: what this node keeps is forgotten. How many conversations that are.
+
+        Each rank of it is told with the next prompt that it gets; plans count on nothing that it keeps from now on.
+        """
+        forgotten = self._conversations.forget_node(node, self._clock.now())
+        self._metrics.forgotten(KeepForget.OPERATOR, forgotten)
+        return forgotten
+
     def _marks(self, sub_request: SubRequest) -> Sequence[int]:
         if self._source is not None:
             return self._source.marks(sub_request)
@@ -48,7 +58,11 @@ class Keeping:
 
 
 class PromptKeep:
-    """One turn of a conversation. `end` it, on every exit."""
+    """One turn of a conversation. `end` it, on every exit.
+
+    Attributes:
+        facts: for the prompt's record.
+    """
 
     def __init__(
         self,
@@ -70,6 +84,7 @@ class PromptKeep:
         self._forgets: tuple[Place, Sequence[str]] | None = None
         """A place that was told to forget these, whose answer has not come."""
         self._cached = self._ended = False
+        self.facts = KeepFacts()
 
     def next_turn(self) -> NextTurn | None:
         """The turn that is expected after this one."""
@@ -84,17 +99,21 @@ class PromptKeep:
         conversation, conversations = self._conversation, self._conversations
         fields = dict[str, object]()
         seconds, reason = conversations.seconds(conversation, self._ask)
+        why_not = KeepForget.NOT_ASKED if self._ask is None else KeepForget.CLIENT
         if reason is not None and not conversations.fits(conversation, self._tokens, now):
-            self._metrics.told(KeepOutcome.KEY_LIMIT)
-            seconds, reason = 0.0, None
+            self._told(KeepOutcome.KEY_LIMIT)
+            seconds, reason, why_not = 0.0, None, KeepForget.KEY_LIMIT
         here = place in conversation.kept
         self._count_turn(here=here)
         if reason is not None:
-            conversations.keep(conversation, place, self._tokens, now)
+            moved = conversations.keep(conversation, place, self._tokens, now)
+            self._forgotten(KeepForget.MOVED, moved)
             self._metrics.asked(reason)
             self._place = place
+            self.facts.asked, self.facts.seconds = reason, seconds
         elif conversation.kept:
-            conversations.let_go(conversation, now)
+            used = conversation.kept.get(place, 0.0) > now  # there it ends by this turn
+            self._forgotten(why_not, conversations.let_go(conversation, now) - used)
         self._seconds = seconds
         if reason is not None or here:
             fields["pdproxy_keep"] = {"id": conversation.id, "seconds": round(seconds, 3)}
@@ -110,19 +129,23 @@ class PromptKeep:
         self._conversations.cached(self._conversation, self._seconds, self._clock.now())
         told = kept if isinstance(kept, dict) else {}
         tokens = _count(told.get("tokens"))
-        self._metrics.add_tokens(hit=_count(told.get("hit")), kept=tokens)
+        hit = _count(told.get("hit"))
+        self._metrics.add_tokens(hit=hit, kept=tokens)
+        self.facts.hit += hit
         if place is None:
             return
         if not told:
-            self._metrics.told(KeepOutcome.UNTOLD)
+            self._told(KeepOutcome.UNTOLD)
             return
         if tokens:
-            self._conversation.tokens = tokens
-            self._metrics.told(KeepOutcome.KEPT)
+            self._conversation.tokens = self.facts.tokens = tokens
+            self._told(KeepOutcome.KEPT)
+            if place not in self._conversation.kept:  # an operator has had it forgotten since the leg was sent
+                self._conversations.forget_later(place, (self._conversation.id,))
             return
         self._conversations.not_kept(self._conversation, place)
         why = told.get("why")
-        self._metrics.told(KeepOutcome(why) if isinstance(why, str) and why in set(KeepOutcome) else KeepOutcome.UNTOLD)
+        self._told(KeepOutcome(why) if isinstance(why, str) and why in set(KeepOutcome) else KeepOutcome.UNTOLD)
 
     def end(self) -> None:
         """The answer has ended, or the prompt was given up. Idempotent."""
@@ -142,11 +165,22 @@ class PromptKeep:
 
     def _count_turn(self, *, here: bool) -> None:
         """Count the turn of a conversation that was kept, once."""
+        turn = KeepTurn.LATE if here else None
         if self._kept_before:
-            self._metrics.came_back(KeepTurn.THERE if here else KeepTurn.MOVED)
-        elif here:
-            self._metrics.came_back(KeepTurn.LATE)
+            turn = KeepTurn.THERE if here else KeepTurn.MOVED
         self._kept_before = False
+        if turn is not None:
+            self._metrics.came_back(turn)
+            self.facts.turn = turn
+
+    def _told(self, outcome: KeepOutcome) -> None:
+        self._metrics.told(outcome)
+        self.facts.outcome = outcome
+
+    def _forgotten(self, reason: KeepForget, places: int) -> None:
+        self._metrics.forgotten(reason, places)
+        if places:
+            self.facts.forgotten = reason
 
 
 def _count(value: object) -> int:

@@ -17,6 +17,7 @@ from pdproxy.finish_reasons import whole_reasons
 from pdproxy.nodes.node import Role
 from pdproxy.observe import gen_ai
 from pdproxy.observe.labels import Affinity, Leg, Move, Outcome, Phase
+from pdproxy.orchestration.keep_facts import KeepFacts
 from pdproxy.planning.plan_types import Plan
 from pdproxy.reasons import LocalReason
 from pdproxy.request import ClientRequest, Endpoint, Json
@@ -142,6 +143,7 @@ class PromptRecord(msgspec.Struct, eq=False):
         decision: of the last plan, where the policy goes by what is cached.
         route, cohort: of the first decode leg that answered; None and "" until then.
         local_reason: why it was not disaggregated.
+        keep: of its turn in a conversation that nodes may keep; None where there is none.
         moves: of its stream.
         usages: of its decode legs.
         finish_reasons: why its choices ended.
@@ -161,6 +163,7 @@ class PromptRecord(msgspec.Struct, eq=False):
     route: Route | None = None
     cohort: str = ""
     local_reason: LocalReason | None = None
+    keep: KeepFacts | None = None
     moves: tuple[StreamMove, ...] = ()
     usages: tuple[LegUsage, ...] = ()
     finish_reasons: Sequence[str] = ()
@@ -296,7 +299,7 @@ class AnswerRecord(RequestRecord, kw_only=True):
         return ", ".join([_TIMINGS[phase] % (spent * 1000) for phase, spent in took if phase not in _AFTER_FIRST_BYTE])
 
     def facts(self, outcome: Outcome) -> Facts:
-        """Outcome, nodes, plan, moves, failures, and milliseconds in each phase."""
+        """Outcome, nodes, plan, keeps, moves, failures, and milliseconds in each phase."""
         first, facts = self.first, Facts(outcome=outcome.value)
         for field, phase in _NODES:
             if phase in first.nodes:
@@ -305,6 +308,8 @@ class AnswerRecord(RequestRecord, kw_only=True):
             facts[f"{role}_session"] = affinity.value
         if first.decision is not None:
             facts |= first.decision.facts()
+        if first.keep is not None:
+            facts |= first.keep.facts()
         if moves := [move for prompt in self.prompts for move in prompt.moves]:
             facts |= _move_facts(moves)
         if first.route is not None:

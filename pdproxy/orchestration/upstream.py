@@ -104,7 +104,8 @@ class UpstreamRequest:
         keeping = self._context.keeping
         if keeping is not None and self.keep is None and self._context.pool.state().keeps:
             self.keep = keeping.begin(self.sub_request)
-            self.nodes.next_turn = None if self.keep is None else self.keep.next_turn()
+            if self.keep is not None:
+                self.record.keep, self.nodes.next_turn = self.keep.facts, self.keep.next_turn()
         node = await self._plan_and_prefill()
         while True:
             try:

@@ -200,32 +200,45 @@ class Conversations:
             del kept[each.id]
         return tokens + sum(each.tokens for each in kept.values() if each is not conversation) <= most
 
-    def keep(self, conversation: Conversation, place: Place, tokens: int, now: float) -> None:
-        """A place is asked to keep it; all other places are to forget it."""
-        for other in [each for each in conversation.kept if each != place]:
-            self._let_go(conversation, other, now)
+    def keep(self, conversation: Conversation, place: Place, tokens: int, now: float) -> int:
+        """A place is asked to keep it; all other places are to forget it: how many these are."""
+        others = [each for each in conversation.kept if each != place]
+        forgotten = sum([self._let_go(conversation, each, now) for each in others])
         conversation.kept[place], conversation.tokens = math.inf, tokens
         self._kept.setdefault(conversation.tenant, {})[conversation.id] = conversation
+        return forgotten
 
-    def let_go(self, conversation: Conversation, now: float) -> None:
-        """No place needs to keep it any more."""
-        for place in list(conversation.kept):
-            self._let_go(conversation, place, now)
+    def let_go(self, conversation: Conversation, now: float) -> int:
+        """No place needs to keep it any more; how many kept it."""
+        return sum([self._let_go(conversation, place, now) for place in list(conversation.kept)])
+
+    def forget_node(self, name: str, now: float) -> int:
+        """No place of this node is to keep any conversation any more; how many they kept."""
+        kept = [(each, place) for each in self._all.values() for place in each.kept if place.node == name]
+        return sum([self._let_go(each, place, now) for each, place in kept])
 
     def not_kept(self, conversation: Conversation, place: Place) -> None:
         """A place said that it keeps nothing of it."""
         conversation.kept.pop(place, None)
 
     def to_forget(self, place: Place) -> Sequence[str]:
-        """The ids that a place is still to be told to forget; the caller tells it, or calls `forget_later`."""
-        ids = self._forget.pop(place, None)
-        return [each for each in ids if not self._is_kept(each, place)] if ids else ()
+        """Ids that a place is still to be told to forget, as many as one request may tell it.
+
+        The caller tells it, or calls `forget_later`.
+        """
+        waiting = self._forget.pop(place, None)
+        if waiting is None:
+            return ()
+        ids = [each for each in waiting if not self._is_kept(each, place)]
+        if more := ids[MOST_FORGOTTEN:]:
+            self._forget[place] = more
+        return ids[:MOST_FORGOTTEN]
 
     def forget_later(self, place: Place, ids: Sequence[str]) -> None:
         """The place could not be told to forget these."""
         waiting = self._forget.setdefault(place, [])
         waiting += ids
-        del waiting[:-MOST_FORGOTTEN]  # of a place that is asked nothing the first ones have ended by themselves
+        del waiting[: -self._most]  # of a place that is asked nothing the first ones have ended by themselves
         while len(self._forget) > MOST_PLACES:
             self._forget.popitem(last=False)
 
@@ -271,6 +284,9 @@ class Conversations:
         conversation.first_mark, conversation.last_mark = conversation.last_mark, end
         self._by_mark[end] = conversation
 
-    def _let_go(self, conversation: Conversation, place: Place, now: float) -> None:
-        if conversation.kept.pop(place) > now:
+    def _let_go(self, conversation: Conversation, place: Place, now: float) -> bool:
+        """Whether it was still kept there."""
+        kept = conversation.kept.pop(place) > now
+        if kept:
             self.forget_later(place, (conversation.id,))
+        return kept

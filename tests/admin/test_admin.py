@@ -19,8 +19,12 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
+from pdproxy.orchestration.keeping import Keeping
 from pdproxy.orchestration.request_queue import QueueStatus
-from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
+from pdproxy.planning.conversations import Conversations
+from pdproxy.planning.prefix import Place
+from pdproxy.planning.shares import LimitsByKey
+from pdproxy.settings.types import Keep, OnNoDecode, OnPrefillFailure
 from tests.fakes.clock import FakeClock
 from tests.fakes.memory_transport import MemoryTransport
 from tests.nodes.fake_pool import until
@@ -265,6 +269,29 @@ async def test_a_node_is_drained_and_rejoins(client: httpx.AsyncClient, context:
     assert (await client.post("/nodes/d1/rejoin")).json()["state"] == "joining"
 
 
+async def test_a_node_forgets_the_conversations_that_it_keeps(context: AdminContext) -> None:
+    clock, metrics, place = FakeClock(), Metrics(CollectorRegistry()), Place("p1")
+    book = Conversations(Keep.AUTO, lambda: "a-conversation-id", LimitsByKey(), 3600.0)
+    book.keep(book.turn("", [1], 0.0, named=True), place, 100, 0.0)
+    keeping = Keeping(book, clock, metrics.keeps, None)
+    planning = OrchestrationContext(
+        MemoryTransport([], clock), context.pool, metrics, clock, OrchestrationConfig(), keeping=keeping
+    )
+    serve(context, PREFILL, DECODE)
+    async with client_of(dataclasses.replace(context, orchestration=planning)) as client:
+        for node, forgotten in (("d1", 0), ("p1", 1), ("p1", 0)):
+            answer = await client.post(f"/nodes/{node}/forget")
+            assert (answer.status_code, answer.json()) == (202, {"forgotten": forgotten})
+    assert book.to_forget(place) == ["a-conversation-id"]
+
+
+async def test_where_no_node_is_to_keep_anything_there_is_nothing_to_forget(
+    client: httpx.AsyncClient, context: AdminContext
+) -> None:
+    serve(context, PREFILL)
+    assert (await client.post("/nodes/p1/forget")).json() == {"forgotten": 0}
+
+
 async def test_a_node_is_removed_when_its_requests_ended(client: httpx.AsyncClient, context: AdminContext) -> None:
     serve(context, DECODE)
     leg = context.pool.acquire("d1")
@@ -276,7 +303,13 @@ async def test_a_node_is_removed_when_its_requests_ended(client: httpx.AsyncClie
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/nodes/x"), ("DELETE", "/nodes/x"), ("POST", "/nodes/x/drain"), ("POST", "/nodes/x/rejoin")],
+    [
+        ("GET", "/nodes/x"),
+        ("DELETE", "/nodes/x"),
+        ("POST", "/nodes/x/drain"),
+        ("POST", "/nodes/x/rejoin"),
+        ("POST", "/nodes/x/forget"),
+    ],
 )
 async def test_an_unknown_node_is_a_404(client: httpx.AsyncClient, method: str, path: str) -> None:
     answer = await client.request(method, path)

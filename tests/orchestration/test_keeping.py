@@ -2,19 +2,21 @@
 
 import dataclasses
 import itertools
+import logging
 from typing import Any
 
 import msgspec
 import pytest
 
 from pdproxy.nodes.node import Role
-from pdproxy.orchestration.keeping import Keeping
+from pdproxy.orchestration.keeping import Keeping, PromptKeep
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.cache_aware import CacheAware
 from pdproxy.planning.conversations import PAUSES, Conversations
 from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Plan, PlanInput
+from pdproxy.planning.prefix import Place
 from pdproxy.planning.shares import KeyLimits, LimitsByKey
 from pdproxy.reasons import KeepReason
 from pdproxy.request import Endpoint, KeepAsk
@@ -37,7 +39,7 @@ class KeepingCluster(FakeCluster):
         source = TextPrefixSource(self.pool, self.clock) if by_text else None
         numbers, limits = itertools.count(), LimitsByKey({"small": KeyLimits(kept_tokens=100)})
         self.book = book = Conversations(keep, lambda: f"conversation-{next(numbers)}", limits, 3600.0)
-        keeping = Keeping(book, self.clock, self.context.metrics.keeps, source)
+        self.keeping = keeping = Keeping(book, self.clock, self.context.metrics.keeps, source)
         self.context = dataclasses.replace(self.context, prefix_source=source, keeping=keeping)
         self.orchestrator = Orchestrator(self.context)
 
@@ -220,6 +222,63 @@ async def test_a_conversation_that_is_not_to_be_kept_any_more_is_forgotten_where
     other.fault = InjectedFault(FaultKind.REFUSE)
     await cluster.say(0, whose="d")
     assert kept(cluster) == {}
+
+
+async def test_an_operator_has_a_node_forget_what_it_keeps() -> None:
+    cluster = KeepingCluster()
+    await cluster.say(0, keep=HALF_AN_HOUR)
+    (node,) = [node for node in cluster.prefills if node.kept]
+    assert cluster.keeping.forget(node.name) == 1
+    assert cluster.keeping.forget(node.name) == 0
+    assert cluster.count("pdproxy_keeps_forgotten_total", reason="operator") == 1
+    other = next(each for each in cluster.prefills if each is not node)
+    assert cluster.keeping.forget(other.name) == 0
+    other.fault = InjectedFault(FaultKind.REFUSE)
+    await cluster.say(0, whose="d")
+    assert node.kept == {}, "told with the next prompt that went there"
+    await cluster.say(1, after=4, keep=HALF_AN_HOUR)
+    assert list(node.kept) == ["conversation-0"], "its next turn asks again"
+    await cluster.settle()
+
+
+async def test_what_is_forgotten_while_its_turn_runs_is_told_with_the_next_prompt() -> None:
+    cluster = KeepingCluster()
+    conversation = cluster.book.turn("", [1], cluster.clock.now(), named=False, tokens=80)
+    turn = PromptKeep(conversation, HALF_AN_HOUR, 80, cluster.book, cluster.clock, cluster.context.metrics.keeps)
+    node = cluster.pool.view("p0").node
+    turn.order(node, None)
+    cluster.keeping.forget("p0")
+    assert cluster.book.to_forget(Place("p0")) == ["conversation-0"]
+    turn.told({"hit": 0, "tokens": 80, "blocks": 10, "why": ""})
+    turn.end()
+    assert cluster.book.to_forget(Place("p0")) == ["conversation-0"], "it began to keep it after it was told"
+
+
+async def test_what_places_are_to_forget_is_counted_by_its_reason() -> None:
+    cluster = KeepingCluster()
+    await cluster.say(0, keep=HALF_AN_HOUR)
+    (first,) = [node for node in cluster.prefills if node.kept]
+    first.fault = InjectedFault(FaultKind.REFUSE)
+    await cluster.say(1, after=4, keep=HALF_AN_HOUR)
+    assert cluster.count("pdproxy_keeps_forgotten_total", reason="moved") == 1
+    cluster.pool.remove(first.name)
+    await cluster.say(2, after=4, keep=KeepAsk(0.0, KeepReason.PROMPT_CACHE_OPTIONS))
+    assert cluster.count("pdproxy_keeps_forgotten_total", reason="client") == 0, "its own turn ended it where it was"
+
+
+async def test_a_requests_log_line_tells_of_keeps_where_there_are_any(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = KeepingCluster()
+    with caplog.at_level(logging.INFO, "pdproxy.orchestration.access_log"):
+        for turn in range(3):
+            await cluster.say(turn, after=4)
+    lines = [vars(each) for each in caplog.records if each.name == "pdproxy.orchestration.access_log"]
+    first, second, third = ({key: line[key] for key in line if key.startswith("keep_")} for line in lines)
+    assert first == {}
+    assert second == {
+        "keep_asked": "usual_pause", "keep_seconds": 21.0, "keep_outcome": "kept", "keep_tokens": second["keep_tokens"],
+    }  # fmt: skip
+    assert third["keep_turn"] == "there"
+    assert third["keep_hit"] == second["keep_tokens"]
 
 
 async def test_the_plan_knows_when_the_next_turn_is_expected() -> None:

@@ -151,7 +151,10 @@ def test_a_place_that_is_asked_nothing_has_no_endless_list() -> None:
         each = turn(book, number)
         book.keep(each, ONE, 1, 0.0)
         book.let_go(each, 0.0)
-    assert len(book.to_forget(ONE)) == MOST_FORGOTTEN
+    first, rest = book.to_forget(ONE), book.to_forget(ONE)
+    assert len(first) == MOST_FORGOTTEN
+    assert not set(first) & set(rest)
+    assert book.to_forget(ONE) == ()
 
 
 def test_a_key_has_so_many_tokens_kept_and_no_more() -> None:
