@@ -144,6 +144,24 @@ def test_a_file_or_function_that_is_gone_is_found() -> None:
     assert missing(["orchestration/relay.py::Relay.read", *gone], SHORT) == gone
 
 
+def rooms() -> str:
+    """The section that says what each room has."""
+    return text_of(ARCHITECTURE).partition("## Rooms\n")[2].partition("\n## ")[0]
+
+
+def parts(folder: str) -> set[str]:
+    """The rooms of a folder, and the modules that stand in none."""
+    inside = [path for path in (ROOT / folder).iterdir() if not path.name.startswith("__")]
+    modules = {path.name for path in inside if path.suffix == ".py"}
+    return modules | {f"{path.name}/" for path in inside if (path / "__init__.py").exists()}
+
+
+@pytest.mark.parametrize("folder", ["pdproxy", "connector"])
+def test_every_room_and_module_has_its_row(folder: str) -> None:
+    table = rooms().partition(f"| `{folder}/` |")[2].partition("\n\n")[0]
+    assert parts(folder) - set(re.findall(r"`([\w/]+(?:/|\.py))`", table)) == set()
+
+
 def questions() -> list[list[str]]:
     """The rows of the table of questions: question, page, file, function, answer."""
     section = text_of(ARCHITECTURE).partition("## Ten questions\n")[2].partition("\n## ")[0]
