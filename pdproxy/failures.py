@@ -299,7 +299,8 @@ The first step that is still possible is taken:
   finish reason. Its answers on `/v1/messages` lack the reason to stop, and those on `/v1/responses` are
   `completed` without an output token. An answer of `/v1/responses` in one piece, or a stream without a journal, that is
   aborted after its first token cannot be told from a whole one.
-- If no node is left for a step, the row's last step applies.
+- If no node is left for a step, the row's last step applies. A stream that moves waits first for a node that joins
+  anew, for `limits.queue_seconds` at most, unless the node that it was on answers its next health check.
 
 No step leads to a barred pair of nodes (`pdproxy_pair_barred`): one that failed the known-answer test, or whose tickets
 were of no use.
@@ -317,7 +318,7 @@ The deadlines are those of a decode leg. The node's answer is passed on whatever
 A leg has the rows of what is asked, whatever else its node does. A node of both roles has the rows of either leg, and a
 prompt that it computes and answers alone has those of a decode leg. A fault that takes it out takes it out for both:
 prompts that it computed for others and nobody has read are computed anew, and its streams migrate. The last such node
-leaves nobody: clients get our error until it serves again.
+leaves nobody: its streams wait, and other clients get our error, until it serves again.
 
 A request can cause most faults on a healthy node. Such a fault counts in full once another node has served the request,
 and by half if none does; how many of them in a row take a node out depends on its peers, and one request takes out at

@@ -62,8 +62,8 @@ def one_node(settings: Settings) -> str:
         return ""
     return (
         "one node: it computes every prompt and generates every answer, so nothing is handed over. The proxy gives it a"
-        " queue, fair shares and limits of keys, and metrics; another --node adds hand-overs, and streams that outlive"
-        " their node"
+        " queue, fair shares and limits of keys, metrics, and streams that go on after its restart; another --node adds"
+        " hand-overs, and streams that go on at once where a node dies"
     )
 
 

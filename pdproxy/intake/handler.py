@@ -31,7 +31,7 @@ from pdproxy.intake.exchange import (
 )
 from pdproxy.intake.rate_limits import RateCharge, RateLimits
 from pdproxy.intake.session import session_of
-from pdproxy.intake.sse_keep_alive import answer_with_comments
+from pdproxy.intake.sse_keep_alive import with_comments
 from pdproxy.legs.form import FORM, model_in_form
 from pdproxy.legs.keep_words import keep_asked
 from pdproxy.legs.lax_fields import UnreadableField
@@ -113,7 +113,9 @@ class RequestHandler:
                 self.not_taken(exchange, error, name)
                 raise
             exchange.watch()
-            await self._respond(exchange, await self._answer(exchange, request), admitted.charge)
+            keep_alive = self._keep_alive(request)
+            response = await self._answer(exchange, request, keep_alive)
+            await self._respond(exchange, response, admitted.charge, keep_alive)
         except asyncio.CancelledError:
             exchange.unwatch()
             if exchange.cancelled_by_client():
@@ -126,13 +128,17 @@ class RequestHandler:
             if admitted.charge is not None:
                 admitted.charge.settle()
 
-    def _answer(self, exchange: HttpExchange, request: ClientRequest | ForwardRequest) -> Awaitable[ProxyResponse]:
+    def _keep_alive(self, request: ClientRequest | ForwardRequest) -> float:
+        """Seconds after which a silent stream gets a comment; 0 for never. A forwarded one may be no event stream."""
+        return self.config.sse_keep_alive if isinstance(request, ClientRequest) and request.stream else 0.0
+
+    def _answer(
+        self, exchange: HttpExchange, request: ClientRequest | ForwardRequest, keep_alive: float
+    ) -> Awaitable[ProxyResponse]:
         if isinstance(request, ForwardRequest):
             return self.orchestrator.forward(request)
         answer = self.orchestrator.answer(request)
-        if request.stream and self.config.sse_keep_alive:
-            return answer_with_comments(exchange, answer, self.config.sse_keep_alive)
-        return answer
+        return with_comments(exchange, answer, keep_alive) if keep_alive else answer
 
     async def _request(
         self, exchange: HttpExchange, arrived: float, admitted: _Admitted
@@ -244,7 +250,9 @@ class RequestHandler:
             raise unread(error, fields) from None
         return _Admitted(api_key, reservation, charge)
 
-    async def _respond(self, exchange: HttpExchange, response: ProxyResponse, charge: RateCharge | None) -> None:
+    async def _respond(
+        self, exchange: HttpExchange, response: ProxyResponse, charge: RateCharge | None, keep_alive: float
+    ) -> None:
         body, headers = response.body, (*response.headers, ("x-request-id", exchange.request_id))
         if charge is not None:
             headers = (*headers, *charge.headers())
@@ -260,7 +268,7 @@ class RequestHandler:
         try:
             if not exchange.begun:
                 await send_head(exchange.send, response.status, headers)
-            while piece := await body.read():
+            while piece := await (with_comments(exchange, body.read(), keep_alive) if keep_alive else body.read()):
                 await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
                 if sink is not None:
                     await body.pipe_to(sink, chunk_sink)

@@ -1,34 +1,36 @@
-"""Comments in an event stream that has no event yet, so that a load balancer does not cut its silent connection."""
+"""Comments in an event stream while nothing comes, so that a load balancer does not cut its silent connection.
+
+Before the first event retries go on; later a stream may wait for a node that takes it over.
+"""
 
 import asyncio
 import contextlib
 from collections.abc import Coroutine
+from typing import TypeVar
 
 from pdproxy.intake.exchange import HttpExchange, send_head
-from pdproxy.response import ProxyResponse
 
+Awaited = TypeVar("Awaited")
 COMMENT = b": keep-alive\n\n"
 """An event stream's clients skip comments (HTML standard, 9.2.6)."""
 _HEADERS = (("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache"))
 
 
-async def answer_with_comments(
-    exchange: HttpExchange, answer: Coroutine[None, None, ProxyResponse], seconds: float
-) -> ProxyResponse:
-    """The response of ``answer``; while it takes longer than ``seconds``, the head of a stream, and comments, go out.
+async def with_comments(exchange: HttpExchange, awaited: Coroutine[None, None, Awaited], seconds: float) -> Awaited:
+    """The result of ``awaited``, between two whole events or before the first one; while it takes longer than
+    ``seconds``, comments go out, before the first event after the head of a stream.
 
-    Retries go on meanwhile: a comment is no event, and commits the answer to nothing but being a stream.
-    Raises what ``answer`` raises.
+    A comment is no event, and commits the answer to nothing but being a stream. Raises what ``awaited`` raises.
     """
-    answering = asyncio.ensure_future(answer)
+    waiting = asyncio.ensure_future(awaited)
     try:
-        while not (await asyncio.wait((answering,), timeout=seconds))[0]:
+        while not (await asyncio.wait((waiting,), timeout=seconds))[0]:
             if not exchange.begun:
                 await send_head(exchange.send, 200, (*_HEADERS, ("x-request-id", exchange.request_id)))
             await exchange.send({"type": "http.response.body", "body": COMMENT, "more_body": True})
-        return answering.result()
+        return waiting.result()
     finally:
-        if not answering.done():
-            answering.cancel()
+        if not waiting.done():
+            waiting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await answering
+                await waiting

@@ -55,6 +55,7 @@ class Pool:
     Methods that look a node up by its name raise `UnknownNode` where it is not there, unless they say otherwise.
 
     Attributes:
+        clock: by which everything here goes.
         bars: which nodes exchange no tickets though they are of one cohort; changed by `bar` alone.
         load: the book of what waits and runs at all places, and how fast they were.
         hand_overs: what became of tickets; `proof` bars pairs by it.
@@ -65,7 +66,7 @@ class Pool:
     def __init__(
         self, clock: Clock, config: CircuitBreakerConfig | None = None, metrics: Metrics | None = None
     ) -> None:
-        self._clock = clock
+        self.clock = clock
         self._config = config or CircuitBreakerConfig()
         self._metrics = metrics or Metrics(CollectorRegistry())
         self._entries: dict[str, PoolEntry] = {}
@@ -106,7 +107,7 @@ class Pool:
     def acquire(self, name: str, load: LegLoad = NO_LOAD) -> Slot:
         """Count a leg on the node, and what it adds there, until its slot is released."""
         entry = self._entry(name)
-        slot = Slot(entry, self._clock, self.load, load, self._release)
+        slot = Slot(entry, self.clock, self.load, load, self._release)
         if slot.takes_room and load.leg is Leg.DECODE:
             cohort = entry.view.node.cohort
             self.traffic.record(cohort)
@@ -122,7 +123,7 @@ class Pool:
         """The first event of a leg's stream is here; ignored for a node that has left."""
         entry = self._entries.get(name)
         if entry is not None:
-            entry.progressed_at = self._clock.now()
+            entry.progressed_at = self.clock.now()
             if (record := entry.records[leg]).row:
                 record.began()
             circuit = entry.circuit
@@ -133,13 +134,13 @@ class Pool:
         """The stream of a leg of this client's ended well; ignored for a node that has left."""
         entry = self._entries.get(name)
         if entry is not None:
-            entry.records[leg].ended(client, self._clock.now())
+            entry.records[leg].ended(client, self.clock.now())
 
     def leg_served(self, name: str, leg: Leg, client: str) -> None:
         """As both, of a leg whose answer comes in one piece."""
         entry = self._entries.get(name)
         if entry is not None:
-            now = entry.progressed_at = self._clock.now()
+            now = entry.progressed_at = self.clock.now()
             entry.records[leg].ended(client, now)
             circuit = entry.circuit
             if circuit.openings or circuit.state is not CircuitState.CLOSED:
@@ -147,7 +148,7 @@ class Pool:
 
     def _succeeded(self, entry: PoolEntry) -> None:
         """A leg goes well on a node whose circuit has been open."""
-        now = self._clock.now()
+        now = self.clock.now()
         before = self._refresh(entry, now).circuit
         if (circuit := before.succeeded(now)) is not before:
             self._set(entry, circuit)
@@ -177,7 +178,7 @@ class Pool:
         record.failed(origin, evidence, streaming=streaming)
         if evidence is not FailureEvidence.UNSERVED:
             entry.view.reason = f"last fault: {fault}"
-        now, peers = self._clock.now(), [peer.records[leg] for peer in self._peers(entry)]
+        now, peers = self.clock.now(), [peer.records[leg] for peer in self._peers(entry)]
         circuit = self._refresh(entry, now).circuit
         tried = circuit.state is CircuitState.HALF_OPEN and evidence is not FailureEvidence.UNSERVED
         if circuit.state is not CircuitState.OPEN and (tried or record.is_outlier(peers, self._config.failures, now)):
@@ -190,7 +191,7 @@ class Pool:
         if any(other.out_by == request and other.circuit.state is not CircuitState.CLOSED for other in kin):
             return
         entry.view.reason, entry.out_by = reason, request
-        self._set(entry, entry.circuit.opened(self._clock.now()))
+        self._set(entry, entry.circuit.opened(self.clock.now()))
 
     def _peers(self, entry: PoolEntry) -> list[PoolEntry]:
         """Nodes that serve the same model in the same role now."""
@@ -219,7 +220,7 @@ class Pool:
         """Take a node in as JOINING; `HealthCheck` then has it join. Raises `DuplicateNode` if the name is taken."""
         if node.name in self._entries:
             raise DuplicateNode(node.name)
-        view = NodeView(node, since=self._clock.now())
+        view = NodeView(node, since=self.clock.now())
         self._entries[node.name] = entry = PoolEntry(view, CircuitBreaker(self._config), node)
         self._latest = None
         self._watch(view, node.roles)
@@ -247,9 +248,9 @@ class Pool:
                 self._roles_changed(entry, before)
             self._count_models(node)
             self._count_cohort(before)
-            entry.misses, entry.view.reason = 0, ""
+            entry.misses, entry.view.reason, entry.joined_at = 0, "", self.clock.now()
             entry.stay()
-            self._set(entry, CircuitBreaker(self._config, changed_at=self._clock.now()), State.UP)
+            self._set(entry, CircuitBreaker(self._config, changed_at=entry.joined_at), State.UP)
             for each in (before, node):  # its model may be another one
                 self._count_serving(each)
             self._room_changed()  # also where it was UP: its capacity may be another one
@@ -389,7 +390,7 @@ class Pool:
 
     def _bar(self, bars: Bars) -> None:
         before, after = set(self._pairs(self.bars)), set(self._pairs(bars))
-        self.bars, self._latest = bars.following(self.bars, self._clock.now()), None
+        self.bars, self._latest = bars.following(self.bars, self.clock.now()), None
         for pair in before - after:
             self._metrics.pair_allowed(*pair)
         for pair in after - before:
@@ -410,8 +411,8 @@ class Pool:
             return
         progressed = entry.progressed_at >= began
         if fault is None or (progressed and PROBE_BLAME[fault] is Blame.IF_SILENT):
-            entry.misses = 0
-            self._show_circuit(entry, self._clock.now())
+            entry.misses, entry.well_at = 0, began
+            self._show_circuit(entry, self.clock.now())
             return
         entry.misses += 1
         if entry.lost():
@@ -437,12 +438,23 @@ class Pool:
     def _open(self, entry: PoolEntry, reason: str) -> None:
         if entry.circuit.state is not CircuitState.OPEN:
             entry.view.reason, entry.out_by = reason, ""
-            self._set(entry, entry.circuit.opened(self._clock.now()))
+            self._set(entry, entry.circuit.opened(self.clock.now()))
 
     def lost(self, name: str) -> bool:
         """Whether active health has given the node up (it must join anew before it serves); False where it has left."""
         entry = self._entries.get(name)
         return entry is not None and entry.lost()
+
+    def joined_since(self, name: str, since: float) -> bool:
+        """Whether a node has joined after that monotonic second: it may be another process than before."""
+        entry = self._entries.get(name)
+        return entry is not None and entry.joined_at > since
+
+    def serves_on(self, name: str, since: float) -> bool:
+        """Whether a health probe that began after that monotonic second found a node well, which so has not gone out:
+        it will not join anew."""
+        entry = self._entries.get(name)
+        return entry is not None and entry.membership is State.UP and entry.well_at > since
 
     def silent_since(self, name: str) -> float:
         """Monotonic seconds when something last came from it; inf while no leg runs on it, and where it has left."""
@@ -471,7 +483,7 @@ class Pool:
 
     def _let_time_pass(self) -> None:
         """Circuits that are open become half open, and nodes that came back get more of their shares."""
-        now = self._clock.now()
+        now = self.clock.now()
         if now < self._next_change:
             return
         for entry in self._entries.values():
@@ -496,7 +508,7 @@ class Pool:
         self._next_change = min(self._next_change, entry.constant_until)
 
     def _set(self, entry: PoolEntry, circuit: CircuitBreaker, membership: State | None = None) -> None:
-        before, view, now = entry.circuit.state, entry.view, self._clock.now()
+        before, view, now = entry.circuit.state, entry.view, self.clock.now()
         entry.circuit, entry.membership = circuit, membership or entry.membership
         self._latest = None
         if circuit.state is not before:
@@ -514,7 +526,7 @@ class Pool:
             self._room_changed()
 
     def _announce(self, entry: PoolEntry, before: State) -> None:
-        self._log.moved(entry.node, before, entry.view.state, entry.view.reason, self._clock.now() - entry.view.since)
+        self._log.moved(entry.node, before, entry.view.state, entry.view.reason, self.clock.now() - entry.view.since)
 
     def _count_state(self, entry: PoolEntry) -> None:
         node = entry.node

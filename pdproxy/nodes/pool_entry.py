@@ -58,6 +58,8 @@ class PoolEntry:
         membership: JOINING, UP, DRAINING, TERMINATING or REFUSED; the circuit counts while it is UP or TERMINATING.
         constant_until: monotonic seconds until which the passing of time changes nothing.
         misses: active health probes failed in a row.
+        joined_at: monotonic seconds when it was last let serve, after its preflight.
+        well_at: when the last health probe began that found it well.
         progressed_at: monotonic seconds when a leg last received something from the node.
         leaving: set when running streams should move elsewhere.
         idle: set while no leg is in flight.
@@ -74,6 +76,8 @@ class PoolEntry:
     membership: State = State.JOINING
     constant_until: float = math.inf
     misses: int = 0
+    joined_at: float = float("-inf")
+    well_at: float = float("-inf")
     progressed_at: float = float("-inf")
     leaving: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)

@@ -32,8 +32,6 @@ class FailedLegs:
     when none has; never where the same node has served it after all.
 
     Attributes:
-        excluded: names of nodes that are not planned for this prompt again: those that failed it, and one that its
-            stream leaves.
         on_going_node: the last leg that failed did so on a node that goes away.
     """
 
@@ -45,9 +43,9 @@ class FailedLegs:
         "_metrics",
         "_moment",
         "_origin",
+        "_out",
         "_pool",
         "_used",
-        "excluded",
         "on_going_node",
     )  # fmt: skip
 
@@ -56,7 +54,8 @@ class FailedLegs:
         self._config = config
         self._metrics = metrics
         self._origin = origin
-        self.excluded = _NO_NAMES
+        self._out: dict[str, float] = {}
+        """Nodes that failed the prompt, and one that its stream has left, and when (monotonic seconds)."""
         self.on_going_node = False
         self._in_doubt: tuple[_InDoubt, ...] = ()
         self._broken: dict[Leg, int] = {}
@@ -69,15 +68,27 @@ class FailedLegs:
 
     def restart(self, moment: Moment, left: str) -> None:
         """The stream goes on elsewhere: all retries are left, and only the node that it has ``left`` is excluded."""
-        self.excluded = frozenset({left})
+        self._out = {left: self._pool.clock.now()}
         self.on_going_node = False
         self._moment, self._used, self._last = moment, {}, None
+
+    @property
+    def excluded(self) -> frozenset[str]:
+        """Names of nodes that are not planned for this prompt: those that failed it, and one that its stream has left,
+        until they have joined anew."""
+        if not self._out:
+            return _NO_NAMES
+        return frozenset(name for name, since in self._out.items() if not self._pool.joined_since(name, since))
+
+    def may_come_back(self) -> bool:
+        """Whether one of these may be out: then it joins anew, or another one in its place."""
+        return not all(self._pool.serves_on(name, since) for name, since in self._out.items())
 
     # -- what the pool is told
 
     def leg_failed(self, leg: Leg, name: str, fault: Fault, moment: Moment = Moment.OPENING) -> None:
         """A leg failed on a node: it counts against the node now, later, or not at all."""
-        self.excluded |= {name}
+        self._out[name] = self._pool.clock.now()
         failed = _InDoubt(leg, name, fault, moment)
         match blame(leg, fault):
             case Blame.IN_DOUBT:

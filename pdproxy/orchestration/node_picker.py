@@ -1,13 +1,16 @@
 """Which nodes one prompt goes to: its way through the queue, its plans, and what is learned from what came of them."""
 
+import logging
 from collections.abc import Callable
 
+from pdproxy.errors import ClientError
 from pdproxy.failures import Moment
 from pdproxy.legs.calls import PrefillAnswer
 from pdproxy.nodes.load import Work
 from pdproxy.nodes.node import NO_FOOTPRINT, RANK_HEADER, UNKNOWN_BLOCK, Footprint, Node, Role
 from pdproxy.nodes.pool_entry import LegLoad, Slot
 from pdproxy.observe.labels import Affinity, Leg, Move, Phase
+from pdproxy.observe.tracing import note_event
 from pdproxy.orchestration.client_errors import unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext
 from pdproxy.orchestration.failed_legs import FailedLegs
@@ -24,7 +27,10 @@ from pdproxy.request import Endpoint, Headers, SubRequest
 from pdproxy.settings.types import OnNoDecode
 from pdproxy.usage import Usage
 
+_LOG = logging.getLogger(__name__)
 _NO_NAMES = frozenset[str]()
+LOOK_AGAIN = 0.5
+"""Seconds between two looks for a node that comes back. No event tells of all that makes a plan possible."""
 NO_NODE_ERRORS = (NoNode, UnknownModel)
 """There is no other node: none can take it now, or the last that served the model was removed meanwhile."""
 
@@ -52,7 +58,7 @@ class NodePicker:
         self._failed = failed
         shape, request = sub_request.shape, sub_request.request
         self._why_local = self.local = context.config.why_local(shape)
-        self._resuming = False
+        self._left_node = self._resuming = False
         self._cohort: str | None = None
         """The cohort of the node where a stream that has moved began."""
         self.no_route = _NO_NAMES
@@ -99,9 +105,26 @@ class NodePicker:
             await self.admission.begin(begin, self._wait)
         if chosen is None:
             self._record.enter(Phase.PLAN)
-            chosen = self.plan()
+            chosen = await self._plan_again()
             acquire(chosen)
         return chosen
+
+    async def _plan_again(self) -> Plan:
+        """As `plan`. A stream that has lost its node, and finds no other, waits for as long as one may come back: its
+        client has a part of the answer, which only a node can go on with."""
+        context, request, waits = self._context, self._sub_request.request, False
+        limit = min(request.deadline, context.clock.now() + context.config.queue.queue_seconds)
+        while True:
+            try:
+                return self.plan()
+            except ClientError:
+                if not self._left_node or not self._failed.may_come_back() or context.clock.now() >= limit:
+                    raise
+            if not waits:
+                waits = True
+                _LOG.info("request %s: no node is there for its stream: it waits for one", self._sub_request.name)
+                note_event("waits_for_node", {})
+            await context.clock.sleep(LOOK_AGAIN)
 
     def _wait(self) -> str:
         """Enter the queue; the model in whose queue it waits: adapters and other names of one have the same."""
@@ -227,17 +250,19 @@ class NodePicker:
             return False
         return True
 
-    def other_decode(self, prefill: Node | None = None) -> Node | None:
-        """A decode node that has not failed the request, and that can use a ticket of ``prefill`` if given."""
+    def other_decode(self, prefill: Node | None = None, without: frozenset[str] = _NO_NAMES) -> Node | None:
+        """A decode node that has not failed the request, and that can use a ticket of ``prefill`` if given; none of
+        those ``without`` which it is to be."""
         context = self._context
         try:
-            needs, policy = self._input(prefill), context.plan_policy
+            needs, policy = self._input(prefill, without=without), context.plan_policy
             return choose(context.pool.state(), Role.DECODE, needs, policy, next(context.tie_breaker))
         except NO_NODE_ERRORS:
             return None
 
     def leave(self, node: Node, move: Move) -> None:
         """The stream leaves a node. Others that failed earlier may be tried again, and all retries are left."""
+        self._left_node = True
         self._cohort = node.cohort if self._cohort is None else self._cohort
         self._resuming = move is Move.RESUMED
         self.local = self._why_local
@@ -245,9 +270,8 @@ class NodePicker:
 
     def other_than(self, name: str, move: Move) -> bool:
         """Whether another decode node could take a stream over from this one now, by such a move."""
-        self._failed.excluded |= {name}
         self._resuming = move is Move.RESUMED  # until it leaves, no plan is made for a leg of this stream
-        return self.other_decode() is not None
+        return self.other_decode(without=frozenset({name})) is not None
 
     def resumes(self, node: Node) -> bool:
         """Whether a decode node can write a stream's journal, and resume one."""
@@ -321,24 +345,27 @@ class NodePicker:
         needs, policy = self._input(full=full), context.plan_policy
         return plan(context.pool.state(), needs, policy, next(context.tie_breaker))
 
-    def _input(self, partner: Node | None = None, full: frozenset[str] = _NO_NAMES) -> PlanInput:
-        asked, excluded = self._sub_request, self._failed.excluded | full
+    def _input(
+        self, partner: Node | None = None, full: frozenset[str] = _NO_NAMES, without: frozenset[str] = _NO_NAMES
+    ) -> PlanInput:
+        asked, excluded = self._sub_request, self._failed.excluded | without
         if self._resuming:
             excluded |= self._unable()
         if self._cohort is not None:
-            excluded |= self._foreign(self._cohort)
+            excluded |= self._foreign(self._cohort, excluded)
+        excluded |= full
         # vLLM heeds no rank of a leg for responses.
         return PlanInput(
             asked.request.model, self.local, excluded, partner, asked.request.session, self._prefix,
             self.prompt_tokens, asked.endpoint is not Endpoint.RESPONSES, self.next_turn,
         )  # fmt: skip
 
-    def _foreign(self, cohort: str) -> frozenset[str]:
+    def _foreign(self, cohort: str, excluded: frozenset[str]) -> frozenset[str]:
         """For a stream that moves: decode nodes of other cohorts than the one that it began in, maybe of other weights,
-        while there is one of that."""
+        while there is one of that which is not ``excluded``."""
         views = [view for view in self._context.pool.state().nodes if Role.DECODE in view.node.roles]
         other = frozenset(view.name for view in views if not view.node.pairs_with(cohort))
-        barred = other | self._failed.excluded | (self._unable() if self._resuming else _NO_NAMES)
+        barred = other | excluded
         model = self._sub_request.request.model
         own = (view.takes_requests() and view.node.serves(model) for view in views if view.name not in barred)
         return other if any(own) else _NO_NAMES

@@ -41,7 +41,7 @@ class Listen(Section):
     keep_alive: types.Seconds = Field(default=620.0, gt=0, le=3600)
     """How long a client's idle connection stays open: longer than any load balancer keeps it (Google 600 s)."""
     sse_keep_alive: types.Seconds = Field(default=0.0, ge=0, le=600)
-    """Between comments in a stream that has no event yet, for load balancers that cut silent connections; 0 is none."""
+    """Between comments in a stream without an event yet, or that moves, lest load balancers cut it; 0 is none."""
     root_path: types.PathPrefix = ""
     """Path prefix under which another proxy serves this one, such as /llm; requests may come with it or without."""
     reuse_port: types.ReusePort = types.ReusePort.OFF
@@ -212,7 +212,7 @@ class Limits(Section):
     queue: types.Count = Field(default=4096, ge=0)
     """Requests that may wait, for their turn to run and for room on a decode node; more get 429."""
     queue_seconds: types.Seconds = Field(default=600.0, ge=0)
-    """Longest wait, then 429."""
+    """Longest wait, then 429; also of a stream whose nodes are all out, then an error event."""
     key_concurrency: types.Count = Field(default=0, ge=0)
     """Requests of one API key that run or wait at once; 0 is no limit. More for single keys: `keys.file`."""
     reserve: types.Number = Field(default=0.125, ge=0, le=0.9)

@@ -12,6 +12,7 @@ from pdproxy.nodes.demand import Limit, Wanted
 from pdproxy.nodes.node import Binding, Capacity
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.request import Endpoint
+from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import settle
 from tests.orchestration.cluster import FakeCluster, read
 from tests.orchestration.prompts import body_for
@@ -70,7 +71,7 @@ async def test_how_quickly_tokens_came_is_learned_from_streams() -> None:
 
 
 async def test_the_advice_is_on_the_metrics_and_follows_the_time() -> None:
-    cluster = FakeCluster(prefills=1, decodes=1)
+    cluster = FakeCluster(prefills=1, decodes=1, clock=FakeClock())
     background = Background(cluster.clock)
     background.every("sizing", EVERY, SizingWatch(cluster.context, WANTED).look)
     try:

@@ -3,6 +3,7 @@
 import asyncio
 import heapq
 import itertools
+from collections.abc import Callable
 
 
 class FakeClock:
@@ -36,3 +37,20 @@ class FakeClock:
             waiter = heapq.heappop(self._waiting)[2]
             if not waiter.done():
                 waiter.set_result(None)
+
+
+class PassingClock(FakeClock):
+    """Where somebody sleeps, the time passes at once.
+
+    Attributes:
+        passed: called each time, before the sleeper wakes.
+    """
+
+    def __init__(self, passed: Callable[[], None]) -> None:
+        super().__init__()
+        self.passed = passed
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+        self.advance(seconds)
+        self.passed()

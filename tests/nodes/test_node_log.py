@@ -78,7 +78,7 @@ def test_a_node_that_its_legs_find_down_is_told_of_at_once(serving: Pool, lines:
 
 
 def test_the_last_of_a_role_is_an_error_and_its_return_is_told(serving: Pool, lines: Lines) -> None:
-    clock = serving._clock
+    clock = serving.clock
     assert isinstance(clock, FakeClock)
     for name in ("d1", "d2"):
         serving.give_up(name, "health: gone")

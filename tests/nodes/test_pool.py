@@ -284,6 +284,35 @@ def test_a_node_given_up_by_health_stays_down_until_it_joins_anew(pool: Pool, cl
     assert not pool.lost("d1")
 
 
+def test_a_node_that_joins_anew_may_be_another_process(pool: Pool, clock: FakeClock) -> None:
+    clock.advance(5)
+    failed = clock.now()
+    assert not pool.joined_since("d1", failed)
+    clock.advance(1)
+    pool.give_up("d1", "refused")
+    assert not pool.joined_since("d1", failed)
+    pool.admit(NODE)
+    assert pool.joined_since("d1", failed)
+    assert not pool.joined_since("d1", clock.now())
+    pool.remove("d1")
+    assert not pool.joined_since("d1", failed)
+
+
+def test_a_node_serves_on_where_a_later_probe_found_it_well(pool: Pool, clock: FakeClock) -> None:
+    pool.probed("d1", None, clock.now())
+    failed = clock.now()
+    assert not pool.serves_on("d1", failed), "the probe may have been there before the fault"
+    clock.advance(1)
+    pool.probed("d1", Fault.REFUSED, clock.now())
+    assert not pool.serves_on("d1", failed)
+    pool.probed("d1", None, clock.now())
+    assert pool.serves_on("d1", failed)
+    pool.drain("d1")
+    assert not pool.serves_on("d1", failed), "it goes away"
+    pool.remove("d1")
+    assert not pool.serves_on("d1", failed)
+
+
 def test_a_terminating_node_is_a_last_resort_and_stays_so(pool: Pool) -> None:
     pool.terminate("d1")
     assert pool.view("d1").state is State.TERMINATING

@@ -18,7 +18,8 @@ from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.request_queue import QueueStatus
 from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from pdproxy.response import ProxyResponse
-from tests.fakes.clock import FakeClock
+from tests.fakes.clock import FakeClock, PassingClock
+from tests.fakes.faults import FaultKind
 from tests.fakes.kv_transfer import FakeKvTransfer
 from tests.fakes.memory_transport import MemoryTransport
 from tests.fakes.node import FakeNode
@@ -55,6 +56,7 @@ class FakeCluster:
         capacity: of each decode node, and of each node of both roles; None where they do not publish it.
         journaling: how many of the decode nodes, the first ones, write journals; all unless it is given.
         shared: how many nodes of both roles.
+        clock: one whose time a test lets pass; unless it is given, time passes where somebody sleeps.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class FakeCluster:
         capacity: Capacity | None = None,
         journaling: int | None = None,
         shared: int = 0,
+        clock: FakeClock | None = None,
     ) -> None:
         self.fabric = FakeKvTransfer()
-        self.clock = FakeClock()
+        self.clock = clock or PassingClock(self.look_after_nodes)
         self.registry = CollectorRegistry()
         self.prefills = [FakeNode(f"p{index}", self.fabric, burst) for index in range(prefills)]
         self.decodes = [FakeNode(f"d{index}", self.fabric, burst) for index in range(decodes)]
@@ -108,6 +111,12 @@ class FakeCluster:
         )
         self.pool.add(node)
         self.pool.admit(node)
+
+    def look_after_nodes(self) -> None:
+        """As active health does: all nodes are well, but for those that refuse connections."""
+        for node in self.nodes:
+            if node.name in self.pool and (node.fault is None or node.fault.kind is not FaultKind.REFUSE):
+                self.pool.probed(node.name, None, self.clock.now())
 
     def amend(self, name: str, **found: Any) -> None:
         """Something else is found out about a node."""

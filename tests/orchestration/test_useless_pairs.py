@@ -15,6 +15,7 @@ from pdproxy.nodes.node import Node
 from pdproxy.nodes.proof import NothingCompared, ProofResult, Prover
 from pdproxy.observe.labels import Proof
 from pdproxy.request import Endpoint
+from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import settle
 from tests.orchestration.cluster import FakeCluster
 from tests.orchestration.prompts import WORDS, body_for, right
@@ -68,7 +69,7 @@ async def second(cluster: FakeCluster, times: int = 1) -> None:
 @pytest.mark.parametrize("compares", [True, False])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_it_is_barred_tested_tried_and_used_again_once_it_is_mended(stream: bool, compares: bool) -> None:
-    cluster = FakeCluster(prefills=1, decodes=1)
+    cluster = FakeCluster(prefills=1, decodes=1, clock=FakeClock())
     async with proving(cluster, compares=compares) as test:
         cluster.fabric.deaf = True
         assert set(await ask(cluster, 50, stream=stream)) == {"disaggregated"}
@@ -110,7 +111,7 @@ async def test_it_is_barred_tested_tried_and_used_again_once_it_is_mended(stream
     ],
 )
 async def test_what_a_client_can_bring_about_bars_no_pair(more: dict[str, Any]) -> None:
-    cluster = FakeCluster(prefills=1, decodes=1)
+    cluster = FakeCluster(prefills=1, decodes=1, clock=FakeClock())
     cluster.fabric.deaf = True
     async with proving(cluster):
         for number in range(120):
@@ -123,7 +124,7 @@ async def test_what_a_client_can_bring_about_bars_no_pair(more: dict[str, Any]) 
 
 @pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.RESPONSES])
 async def test_endpoints_whose_usage_does_not_tell_show_nothing(endpoint: Endpoint) -> None:
-    cluster = FakeCluster(prefills=1, decodes=1)
+    cluster = FakeCluster(prefills=1, decodes=1, clock=FakeClock())
     cluster.fabric.deaf = True
     for number in range(120):
         await cluster.ask(endpoint, body_for(endpoint, stream=False), name=f"r-{number}")
@@ -133,7 +134,7 @@ async def test_endpoints_whose_usage_does_not_tell_show_nothing(endpoint: Endpoi
 
 async def test_short_prompts_show_nothing_and_hide_nothing() -> None:
     """A decode node computes them with a good ticket, too."""
-    cluster = FakeCluster(prefills=1, decodes=1)
+    cluster = FakeCluster(prefills=1, decodes=1, clock=FakeClock())
     cluster.fabric.deaf = True
     for number in range(LAST):
         await cluster.ask(Endpoint.COMPLETIONS, {"prompt": [4, 5, 6 + number], "max_tokens": 2}, name=f"r-{number}")
@@ -144,7 +145,7 @@ async def test_short_prompts_show_nothing_and_hide_nothing() -> None:
 
 
 async def test_a_pair_that_reads_its_tickets_is_told_of_and_never_barred() -> None:
-    cluster = FakeCluster(prefills=1, decodes=1)
+    cluster = FakeCluster(prefills=1, decodes=1, clock=FakeClock())
     for number in range(120):
         cluster.fabric.deaf = number % 5 != 0
         got = await cluster.ask(CHAT, body_for(CHAT, stream=False), name=f"r-{number}")

@@ -1,0 +1,62 @@
+"""The only node, or every node at once, ends under streams and is started anew: they go on, token by token."""
+
+import asyncio
+import enum
+
+import pytest
+
+from deploy.local.node import start_node
+from tests.e2e.conftest import async_client
+from tests.e2e.equal_nodes import Equals, equal_nodes
+from tests.e2e.metrics_reader import read
+from tests.e2e.process_faults import ProcessFault, strike
+from tests.e2e.stream_load import StreamLoad, reciters, start_stream_load
+
+pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)]
+
+STREAMS = 6
+"""As many as run at once in the small cache of one node."""
+
+
+class Ending(enum.StrEnum):
+    """How a node's processes end."""
+
+    KILLED = "killed"
+    ASKED = "asked"
+    """By SIGTERM, as at an upgrade: vLLM aborts what runs."""
+
+
+def restart_all(equals: Equals, ending: Ending) -> None:
+    """All nodes end, and only then they are started; returns before they serve."""
+    for node in equals.nodes:
+        if ending is Ending.KILLED:
+            strike(node.part, ProcessFault.KILLED)
+    for node in equals.nodes:
+        equals.supervisor.stop(node.part)
+    equals.nodes = [start_node(equals.supervisor, node.spec) for node in equals.nodes]
+
+
+def half_way(load: StreamLoad) -> bool:
+    """More than half of the streams have a part of their answers."""
+    return 2 * load.begun(20) > len(load.streams)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ending"),
+    [(1, Ending.KILLED), (1, Ending.ASKED), pytest.param(2, Ending.KILLED, marks=pytest.mark.long)],
+)
+async def test_streams_go_on_after_a_restart_of_all_nodes(nodes: int, ending: Ending) -> None:
+    with equal_nodes(f"e2e-restarts-of-{nodes}-{ending}", nodes) as equals:
+        proxy = await asyncio.to_thread(equals.proxy, nodes, "cache")
+        async with async_client(equals.nodes[0].url) as alone:
+            streams = await reciters(alone, next(equals.seeds), STREAMS)
+        async with start_stream_load(proxy.url, streams) as load:
+            await load.until(half_way)
+            begun = load.begun()
+            await asyncio.to_thread(restart_all, equals, ending)
+        moved = read(proxy.admin_url, "pdproxy_migrations_total", outcome="done")
+        print(f"\n{nodes} nodes {ending}: {begun} of {STREAMS} had begun, {moved:.0f} moves,", end=" ")
+        print(f"longest stall {load.longest_stall():.1f} s")
+        assert not load.verdict()
+        assert moved >= begun / 2
+        equals.empty()
