@@ -52,7 +52,7 @@ class TokenAccounting:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def plan(self, request_id: str, entry: PromptTokens) -> None:
+    def expect(self, request_id: str, entry: PromptTokens) -> None:
         """Keep the tokens that are right if the read or load succeeds; without either they are counted at once."""
         if entry.pulled or entry.loaded:
             self._waiting[request_id] = entry

@@ -55,7 +55,7 @@ class IdleRest:
         """A step is planned, in which tokens are computed or none."""
         self._idle_steps = 0 if computes else self._idle_steps + 1
 
-    def take(self) -> None:
+    def rest_if_idle(self) -> None:
         """Rest, if this delays nothing; called when a step's output was processed. What has arrived by then is to be
         looked at afterwards."""
         seconds = self._seconds()

@@ -150,7 +150,7 @@ class NixlConnector(NixlPullConnector):
         """This process's stats since the last call. In the scheduler's process vLLM asks for them at the end of every
         step, whatever came of it: the one moment before the next is planned at which it calls each time."""
         if self.connector_scheduler is not None:
-            self.connector_scheduler.rest.take()
+            self.connector_scheduler.rest.rest_if_idle()
             return drained(self.connector_scheduler.counters)
         if self.connector_worker is None:
             return None

@@ -268,7 +268,7 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
             to_pull = self.get_exchange_clipped_blocks(allocated.get_unhashed_block_ids_all_groups())
             cached = [allocated.blocks[group] for group in self._transfer_groups]
             blocks = count_blocks(self._shapes, cached, to_pull)
-        self._token_accounting.plan(request.request_id, PromptTokens(hit, pulled, computed, blocks, loaded))
+        self._token_accounting.expect(request.request_id, PromptTokens(hit, pulled, computed, blocks, loaded))
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ConnectorMetadata:
         """vLLM's metadata for the workers, with our orders."""

@@ -60,9 +60,9 @@ class Background:
                     await work
                 await self._clock.sleep(seconds)
 
-        self.keep(name, again_and_again)
+        self.run_forever(name, again_and_again)
 
-    def keep(self, name: str, work: Callable[[], Work]) -> None:
+    def run_forever(self, name: str, work: Callable[[], Work]) -> None:
         """Run work that should never end."""
         self.start(name, self._again_and_again(name, work))
 

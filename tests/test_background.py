@@ -35,7 +35,7 @@ async def test_a_task_that_ends_is_logged_and_started_again(caplog: pytest.LogCa
     clock, registry, work = FakeClock(), CollectorRegistry(), Work()
     keeper = Background(clock, Metrics(registry).task_failed, pause=1.0)
     with caplog.at_level(logging.ERROR):
-        keeper.keep(Task.HEALTH, work.run)
+        keeper.run_forever(Task.HEALTH, work.run)
         for begun in (1, 2):
             await until(lambda: len(caplog.records) == begun)  # noqa: B023 - awaited before the next turn
             await settle()

@@ -186,7 +186,7 @@ class WeightedMultiConnector(MultiConnector):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Pass each child its own loads; the end of a load whose child is unknown is passed to all."""
         finished = set(connector_output.finished_recving or ())
-        failed = self._loads.failed(connector_output.failed_recving, connector_output.invalid_block_ids)
+        failed = self._loads.failed_requests(connector_output.failed_recving, connector_output.invalid_block_ids)
         given_up, drained = self._on_worker_report(connector_output.kv_connector_worker_meta)
         ended = (finished - given_up) | drained
         for request_id in failed - given_up:

@@ -186,7 +186,7 @@ class PendingLoads:
         load = self._loads.get(request_id)
         return None if load is None else load.child
 
-    def failed(self, failed: Iterable[str], blocks: Collection[int]) -> set[str]:
+    def failed_requests(self, failed: Iterable[str], blocks: Collection[int]) -> set[str]:
         """Requests whose load failed: those of `failed`, and those whose load touches one of `blocks`."""
         running = {request_id: load for request_id, load in self._loads.items() if request_id not in self._given_up}
         named = {request_id for request_id in failed if request_id in running}

@@ -34,7 +34,7 @@ class NewNode(pydantic.BaseModel):
 
     _roles = pydantic.model_validator(mode="before")(with_roles)
 
-    def node(self) -> Node:
+    def to_node(self) -> Node:
         """The node for the pool."""
         parts = urllib.parse.urlsplit(self.url)
         name = self.name or f"{parts.netloc}{parts.path.replace('/', '-')}"
@@ -141,7 +141,7 @@ def _change_routes(routes: APIRouter, context: AdminContext, shown: Callable[[st
     @routes.post("/nodes", status_code=201)
     async def add_node(new: NewNode) -> Status:
         """Add a node; it serves once its preflight is passed."""
-        node = new.node()
+        node = new.to_node()
         there = next((view.name for view in pool.state().nodes if view.node.url == node.url), None)
         if there is not None:
             raise DuplicateNode(there)  # one server is one node, whatever its roles

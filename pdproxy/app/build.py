@@ -117,17 +117,17 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     outages = OutageLog(clock)
     joiner = Joiner(pool, Preflight(preflight_transport, headers), prove, outages)
     health = HealthCheck(pool, joiner, transport, clock, headers, settings.health.interval, settings.health.timeout)
-    background.keep(Task.HEALTH, health.run)
+    background.run_forever(Task.HEALTH, health.run)
     if settings.health.silence:
         watch = SilenceWatch(pool, transport, clock, outages, metrics, _silence_config(settings), headers)
-        background.keep(Task.SILENCE, watch.run)
+        background.run_forever(Task.SILENCE, watch.run)
     background.every(Task.FILES, INTERVAL, files.look)
     background.every(Task.SIZING, EVERY, sizing.look)
     background.every(Task.PROOF, 1.0, prover.look)
     if events is not None:
-        background.keep(Task.EVENTS, events.subscriber.run)
+        background.run_forever(Task.EVENTS, events.subscriber.run)
     if sources.all:
-        background.keep(Task.DISCOVERY, DiscoverySync(pool, drainer, sources.all, settings.deadlines.drain).run)
+        background.run_forever(Task.DISCOVERY, DiscoverySync(pool, drainer, sources.all, settings.deadlines.drain).run)
     try:
         api = ApiApp(handler, admin, shown_to_clients(settings.listen.metrics))
         clients = below(for_origins(TracedApp(api, tracer), settings.listen.cors_origins), settings.listen.root_path)

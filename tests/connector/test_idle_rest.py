@@ -43,7 +43,7 @@ class Engine:
         """Plan a step, and end it; how many seconds its end took."""
         self.rest.on_step_planned(computes=computes)
         began = time.monotonic()
-        self.rest.take()
+        self.rest.rest_if_idle()
         return time.monotonic() - began
 
 

@@ -66,7 +66,7 @@ def test_a_node_that_does_both_is_scraped_once_for_each_role(rendered: Rendered)
     assert (expression["key"], expression["values"]) == ("app.kubernetes.io/component", ["prefill", "decode"])
     pod = {"__meta_kubernetes_pod_label_app_kubernetes_io_component": "node", "__address__": "10.0.0.7:8000"}
     made = [relabelled(endpoint, pod) for endpoint in both["spec"]["podMetricsEndpoints"]]
-    node = Template((Role.PREFILL, Role.DECODE)).node("10.0.0.7", 8000)
+    node = Template((Role.PREFILL, Role.DECODE)).node_at("10.0.0.7", 8000)
     told = [target["labels"] for target in scrape_targets(node)]
     for ours, theirs in zip(made, told, strict=True):
         assert isinstance(theirs, dict)

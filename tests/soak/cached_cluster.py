@@ -76,7 +76,7 @@ class CachedCluster(LoopbackCluster):
         self._caching = list(nodes.values())
         for node in self._caching:
             self._join(node.name)
-        self.context.background.keep(Task.EVENTS, self._subscriber.run)
+        self.context.background.run_forever(Task.EVENTS, self._subscriber.run)
         self._publishing = asyncio.create_task(self._publish())
         self._rejoining = asyncio.create_task(self._rejoin(random.Random(5)))
 

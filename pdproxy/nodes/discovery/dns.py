@@ -124,8 +124,8 @@ class DnsSource:
         """See `Source`."""
         if self._port is not None:
             addresses = await self._resolver.addresses(self._name)
-            return tuple(self._template.node(address, self._port) for address in addresses)
-        return tuple(self._template.node(host, port) for host, port in await self._resolver.services(self._name))
+            return tuple(self._template.node_at(address, self._port) for address in addresses)
+        return tuple(self._template.node_at(host, port) for host, port in await self._resolver.services(self._name))
 
     async def _list_some(self) -> Nodes:
         nodes = await self.list()

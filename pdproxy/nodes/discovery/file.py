@@ -71,7 +71,7 @@ class _Entry(pydantic.BaseModel, extra="forbid", strict=True):
 
     _roles = pydantic.model_validator(mode="before")(with_roles)
 
-    def node(self) -> Node:
+    def to_node(self) -> Node:
         name = self.name or f"{kind_of_node(self.roles)}-{self.url.partition('://')[2]}"
         return Node(name, self.url, self.roles, self.model, tuple(self.aliases), self.weight)
 
@@ -89,7 +89,7 @@ def read_entries(text: bytes) -> Nodes:
     except pydantic.ValidationError as error:
         raise DiscoveryError(_sentence(error)) from error
     try:
-        nodes = tuple(entry.node() for entry in one_for_each_address(entries))
+        nodes = tuple(entry.to_node() for entry in one_for_each_address(entries))
     except ValueError as error:
         raise DiscoveryError(str(error)) from error
     names = [node.name for node in nodes]

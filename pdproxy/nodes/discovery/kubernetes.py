@@ -150,7 +150,7 @@ class KubernetesSource:
         self._slices.replace(found, pages.resourceVersion)
 
     def _nodes(self) -> Nodes:
-        ready = (self._template.node(host, port) for host, port in self._slices.addresses())
+        ready = (self._template.node_at(host, port) for host, port in self._slices.addresses())
         going = (self._template.terminating(host, port) for host, port in self._slices.terminating())
         return (*ready, *going)
 

@@ -58,7 +58,7 @@ class Template:
     roles: Roles
     scheme: str = "http"
 
-    def node(self, host: str, port: int) -> Node:
+    def node_at(self, host: str, port: int) -> Node:
         """The node at this address, named after its roles and address."""
         return Node(*self._fields(host, port))
 

@@ -98,10 +98,10 @@ def test_an_aborted_load_counts_nothing(node: Several) -> None:
 def test_nothing_is_counted_twice() -> None:
     counters = Counters()
     accounting = TokenAccounting(counters)
-    accounting.plan("d", PromptTokens(16, 0, 5, loaded=32))
+    accounting.expect("d", PromptTokens(16, 0, 5, loaded=32))
     for _ in range(2):
         accounting.on_loaded("d", 48)
-    accounting.plan("read", PromptTokens(16, 32, 5))
+    accounting.expect("read", PromptTokens(16, 32, 5))
     accounting.on_loaded("read", 48)
     assert len(accounting) == 1, "a read of ours has a verdict of its own"
     assert {labels[0]: count for _, labels, count in counters.drain().counts} == {

@@ -97,7 +97,7 @@ def test_workers_get_a_load_once() -> None:
 def test_a_child_that_failed_is_barred_for_that_request_alone() -> None:
     scheduler = Scheduler()
     scheduler.begin("r")
-    assert scheduler.loads.failed(["r", "unknown"], ()) == {"r"}
+    assert scheduler.loads.failed_requests(["r", "unknown"], ()) == {"r"}
     scheduler.loads.fail("r")
     scheduler.loads.ended(["r"])
     assert scheduler.loads.barred("r") == {0}
@@ -124,7 +124,7 @@ def test_after_a_load_that_was_given_up_nothing_else_is_loaded_for_its_request()
     scheduler.begin("r")
     scheduler.loads.give_up("r")
     assert scheduler.loads.barred("r") == {0, 1}
-    assert scheduler.loads.failed(["r"], {3}) == set(), "its failure was reported"
+    assert scheduler.loads.failed_requests(["r"], {3}) == set(), "its failure was reported"
     assert scheduler.loads.pending() == {"pull": 1, "disk": 0}
     scheduler.loads.on_request_finished("r")
     assert scheduler.loads.loading("r") == 0
@@ -136,8 +136,8 @@ def test_after_a_load_that_was_given_up_nothing_else_is_loaded_for_its_request()
 def test_a_block_that_was_not_loaded_names_its_request() -> None:
     scheduler = Scheduler()
     scheduler.begin("r")
-    assert scheduler.loads.failed((), {3}) == {"r"}
-    assert scheduler.loads.failed((), {4}) == set()
+    assert scheduler.loads.failed_requests((), {3}) == {"r"}
+    assert scheduler.loads.failed_requests((), {4}) == set()
 
 
 def test_waiting_begins_with_the_first_question_and_again_after_an_admission() -> None:

@@ -15,7 +15,7 @@ from tests.fakes.clock import FakeClock
 from tests.nodes.fake_pool import settle, until
 
 TEMPLATE = Template((Role.DECODE,))
-ONE, TWO = TEMPLATE.node("d1", 8000), TEMPLATE.node("d2", 8000)
+ONE, TWO = TEMPLATE.node_at("d1", 8000), TEMPLATE.node_at("d2", 8000)
 
 
 class FakeSource:
@@ -161,7 +161,7 @@ async def test_a_terminating_node_that_the_operator_removed_stays_removed(pool: 
 async def test_what_two_sources_list_at_one_address_is_one_node(pool: Pool, drainer: Drainer) -> None:
     prefills, decodes = FakeSource(), FakeSource()
     task = asyncio.create_task(DiscoverySync(pool, drainer, [prefills, decodes], 30).run())
-    as_prefill = Template((Role.PREFILL,)).node("d1", 8000)
+    as_prefill = Template((Role.PREFILL,)).node_at("d1", 8000)
 
     async def shown(source: FakeSource, *nodes: Node) -> dict[str, tuple[Role, ...]]:
         source.shown.put_nowait(nodes)
