@@ -1,8 +1,9 @@
 """The cost of one plan in a pool of many nodes: ``python -m deploy.bench.plan_cost``.
 
 Each round does what one request does: the state of the pool, a plan, a leg on each of the two nodes, and the end of
-the oldest request's legs. With `cache` every prompt is cached on four places of each role, its legs carry their tokens,
-and the paces of half of the nodes are known, and how busy they were. CPU time, the best of several runs.
+the oldest request's legs. With `cache` every prompt is cached on four places of each role, or on all, as one that begins
+with a system prompt is; its legs carry their tokens, and the paces of half of the nodes are known, and how busy they
+were. CPU time, the best of several runs.
 """
 
 import collections
@@ -77,7 +78,8 @@ def a_session(turn: int) -> PlanInput:
 class CachedPrompts:
     """Requests whose prompts are cached on some places of a pool, of which half were seen to work."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, cached_on: int = CACHED_ON) -> None:
+        self._cached_on = cached_on
         book, half = pool.load, len(pool.state().nodes) // 2
         for number in range(0, half, 2):
             seconds = 0.4 + 0.001 * (number % 7)
@@ -92,7 +94,7 @@ class CachedPrompts:
         return self._needs[turn % len(self._needs)]
 
     def _one(self, turn: int, half: int) -> PlanInput:
-        homes = [(turn * 7 + place) % half for place in range(CACHED_ON)]
+        homes = [(turn * 7 + place) % half for place in range(min(self._cached_on, half))]
         hits = {Place(f"{role}-{home}"): Hit(TOKENS - 400, TOKENS - 500) for role in Role for home in homes}
         prefix = PromptHits(TOKENS, HitSource.EVENTS, hits)
         return PlanInput("m", session=hash64(str(turn)), prefix=prefix)
@@ -101,11 +103,20 @@ class CachedPrompts:
 def main() -> None:
     """Print a line for each policy and size of pool."""
     for routing, nodes in itertools.product(Routing, NODES):
-        pool = pool_of(nodes)
-        needs = CachedPrompts(pool) if routing is Routing.CACHE else a_session
-        steps = requests(pool, PlanPolicy(policy_named(routing, 0.0)), needs)
-        collections.deque(itertools.islice(steps, 3 * nodes), maxlen=0)
-        print(f"{routing:13} {nodes:5} nodes: {microseconds(steps):7.1f} us")
+        if routing is not Routing.CACHE:
+            print_cost(f"{routing}", pool_of(nodes), routing, a_session)
+            continue
+        for where, cached_on in (("", CACHED_ON), (", everywhere", nodes)):
+            pool = pool_of(nodes)
+            print_cost(f"{routing}{where}", pool, routing, CachedPrompts(pool, cached_on))
+
+
+def print_cost(what: str, pool: Pool, routing: Routing, needs: Callable[[int], PlanInput]) -> None:
+    """Print a line, when the pool has had some requests."""
+    nodes = len(pool.state().nodes)
+    steps = requests(pool, PlanPolicy(policy_named(routing, 0.0)), needs)
+    collections.deque(itertools.islice(steps, 3 * nodes), maxlen=0)
+    print(f"{what:17} {nodes:5} nodes: {microseconds(steps):7.1f} us", flush=True)
 
 
 if __name__ == "__main__":

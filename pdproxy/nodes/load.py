@@ -244,6 +244,8 @@ class Load:
         self._lines = {work: _Line(START[work]) for work in Work}
         self._samples: dict[Work, dict[PlaceLoad, _Samples]] = {work: {} for work in Work}
         """The place without a sample for longest is first."""
+        self._least_factors: dict[Work, float] = {}
+        """Those that were asked for since a place became slower than it was."""
         self._recent_weight = 1.0
         """The weight of the next sample in `PlaceLoad.recent`: later ones weigh more, and so earlier ones less."""
         self._worked: set[PlaceLoad] = set()
@@ -267,7 +269,11 @@ class Load:
 
     def least_factor(self, work: Work) -> float:
         """The factor of the quickest place."""
-        return min(1.0, min(map(_FACTOR[work], self._samples[work]), default=1.0))
+        least = self._least_factors.get(work)
+        if least is None:
+            found = min(1.0, min(map(_FACTOR[work], self._samples[work]), default=1.0))
+            least = self._least_factors[work] = found
+        return least
 
     def seconds_left(self, work: Work, place: PlaceLoad, now: float) -> float:
         """How long a place still needs for the prompts that it has; infinite while nothing is known of such work."""
@@ -326,11 +332,21 @@ class Load:
         """Its node has left the pool."""
         for samples in self._samples.values():
             samples.pop(place, None)
+        self._least_factors.clear()
         self._worked.discard(place)
 
     def _know(self, work: Work, place: PlaceLoad, samples: _Samples) -> None:
         self._samples[work][place] = samples
-        setattr(place, work.value, samples.factor())
+        self._set_factor(work, place, samples.factor())
+
+    def _set_factor(self, work: Work, place: PlaceLoad, factor: float) -> None:
+        least = self._least_factors.get(work)
+        if least is not None:
+            if factor <= least:
+                self._least_factors[work] = factor
+            elif _FACTOR[work](place) == least:  # it may have been the quickest
+                del self._least_factors[work]
+        setattr(place, work.value, factor)
 
     def _know_less(self, work: Work, place: PlaceLoad) -> None:
         known = self._samples[work].get(place)
@@ -339,7 +355,7 @@ class Load:
         kept = KEPT_WHEN_PASSED_OVER
         if known.said < LEAST_SAMPLES * known.last:
             del self._samples[work][place]
-            setattr(place, work.value, 1.0)
+            self._set_factor(work, place, 1.0)
         else:
             self._know(work, place, _Samples(known.took * kept, known.said * kept, known.last))
 

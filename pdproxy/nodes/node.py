@@ -144,6 +144,7 @@ class Node:
         seed: a hash of its name, 64 bits: the same in every proxy.
         keeps_states: its model has states, such as mamba's; taken to be so where the node does not say.
         match_block: tokens between the points from which it resumes: its match unit, or an attention block.
+        match_rule: all that decides how much of a prompt that it has cached counts; equal for nodes that are alike.
     """
 
     name: str
@@ -167,12 +168,16 @@ class Node:
     seed: int = dataclasses.field(init=False, repr=False, compare=False)
     keeps_states: bool = dataclasses.field(init=False, repr=False, compare=False)
     match_block: int = dataclasses.field(init=False, repr=False, compare=False)
+    match_rule: tuple[object, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         capacity, block = self.capacity, self.prefix_match_unit or self.block_size or UNKNOWN_BLOCK
         object.__setattr__(self, "seed", hash64(self.name))
         object.__setattr__(self, "keeps_states", capacity is None or capacity.sequences is not None)
         object.__setattr__(self, "match_block", block)
+        drops = self.hashing is not None and self.hashing.drops_unit
+        rule = (block, self.prefix_match_unit, self.keeps_states, drops, Role.PREFILL in self.roles)
+        object.__setattr__(self, "match_rule", rule)
 
     @property
     def tail_tokens(self) -> int:
@@ -446,6 +451,7 @@ class PoolState:
         models: every name that a client may ask for, served by a decode node in whatever state, sorted.
         base_models: of these, the models themselves: no adapters, and no second names.
         keeps: any node's connector keeps conversations.
+        by_name: each node by its name.
     """
 
     def __init__(self, nodes: tuple[NodeView, ...], bars: Bars = NO_BARS, load: Load | None = None) -> None:
@@ -456,6 +462,7 @@ class PoolState:
         self.models = tuple(sorted({name for node in decodes for name in (node.model, *node.aliases) if name}))
         self.base_models = tuple(sorted({node.model for node in decodes if node.model}))
         self.keeps = any(view.node.keeps for view in nodes)
+        self.by_name = {view.name: view.node for view in nodes}
         self._may_serve_any = not all(node.model for node in decodes) or not decodes
         self._names = frozenset(name for view in nodes for name in (view.node.model, *view.node.aliases))
         self._served: dict[str, ServingNodes] = {}

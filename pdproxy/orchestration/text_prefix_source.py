@@ -45,9 +45,15 @@ class TextPrefixSource:
         if not asked.chain.hashes:
             return None
         tokens, hits = self._tokens(asked, sub_request), dict[Place, Hit]()
+        nodes, cuts = self._pool.state().by_name, dict[tuple[object, Hit], Hit | None]()
         for place, hit in self._index.look_up(asked.chain, self._clock.now()).items():
-            node = self._pool.node(place.node)
-            cut = None if node is None else _in_blocks(node, hit, tokens)
+            node = nodes.get(place.node)
+            if node is None:
+                continue
+            key = node.match_rule, hit
+            if key not in cuts:  # many places have the same of a system prompt
+                cuts[key] = _in_blocks(node, hit, tokens)
+            cut = cuts[key]
             if cut is not None:
                 hits[place] = cut
         return PromptHits(tokens, HitSource.APPROXIMATION, hits)

@@ -16,7 +16,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from pdproxy.nodes.load import PlaceLoad
 from pdproxy.nodes.node import Bars, NodeView, Role
 from pdproxy.planning.cost import (
     NOTHING_LOST,
@@ -24,6 +23,7 @@ from pdproxy.planning.cost import (
     Estimate,
     HandOverCost,
     LocalCost,
+    PlaceHit,
     PrefillCost,
     SharedHandOverCost,
     SharedLocalCost,
@@ -107,7 +107,7 @@ class Comparison:
         hand_over: the cost of decode places that get a ticket.
     """
 
-    __slots__ = ("_deepest", "_hits", "_lost", "_policy", "candidates", "hand_over", "prefill", "tokens")
+    __slots__ = ("_deepest", "_furthest", "_hits", "_lost", "_policy", "candidates", "hand_over", "prefill", "tokens")
 
     def __init__(self, policy: CacheAware, candidates: Candidates) -> None:
         needs, book = candidates.needs, candidates.book
@@ -116,11 +116,9 @@ class Comparison:
         self.candidates = candidates
         self._hits = _by_role(candidates, prefix.hits) if prefix is not None and prefix.hits else _NOTHING_CACHED
         self.tokens = needs.tokens if prefix is None else prefix.tokens
-        deepest, cached = 0, self._hits[Role.PREFILL]
-        for view, _, hit in cached:
-            if hit.attention > deepest and view.node.keeps_states:
-                deepest = hit.attention
-        self._deepest = deepest
+        cached = self._hits[Role.PREFILL]
+        self._furthest: dict[Role, int] = {}
+        self._deepest = deepest = max([hit.attention for view, _, hit in cached if view.node.keeps_states], default=0)
         self._lost = NOTHING_LOST if prefix is None else lost_tokens(needs.next_turn, prefix.stays)
         self.prefill: PrefillCost
         self.hand_over: HandOverCost
@@ -139,7 +137,7 @@ class Comparison:
         cached = bool(self._hits[Role.DECODE])
         return SharedLocalCost(self.tokens, book, self._deepest, self._lost, cached=cached)
 
-    def hits(self, role: Role) -> "Sequence[_PlaceHit]":
+    def hits(self, role: Role) -> Sequence[PlaceHit]:
         """The hits of places of a role."""
         return self._hits[role]
 
@@ -179,12 +177,13 @@ class Comparison:
         Nodes of both roles are left to `best_alone`."""
         if self._policy.itl_budget <= 0:
             return None
+        hits = [each for each in self.hits(Role.DECODE) if each[2].resume > 0 and len(each[0].node.roles) == 1]
+        if not hits:
+            return None
         cost = LocalCost(self.tokens, self.candidates.book)
-        found = [
-            cost.at(*each) for each in self.hits(Role.DECODE) if each[2].resume > 0 and len(each[0].node.roles) == 1
-        ]
-        allowed = [each for each in found if cost.stall(each) <= self._budget(each)]
-        return min(allowed, key=_SCORE, default=None)
+        scores = cost.scores(hits)
+        by_score = (cost.at(*hits[index]) for index in sorted(range(len(hits)), key=scores.__getitem__))
+        return next((each for each in by_score if cost.stall(each) <= self._budget(each)), None)
 
     def _budget(self, alone: Estimate) -> float:
         """Less where all that is cached is on a prefill place too, which then will not have what is computed now."""
@@ -205,36 +204,41 @@ class Comparison:
 
     def furthest(self, role: Role) -> int:
         """The most tokens of which a place of that role need not compute any."""
-        return max([hit.resume for _, _, hit in self._hits[role]], default=0)
+        found = self._furthest.get(role)
+        if found is None:
+            found = self._furthest[role] = max([hit.resume for _, _, hit in self._hits[role]], default=0)
+        return found
 
-    def all_estimates(self, cost: Cost, views: Sequence[NodeView], hits: "Sequence[_PlaceHit]") -> list[Estimate]:
+    def all_estimates(self, cost: Cost, views: Sequence[NodeView], hits: Sequence[PlaceHit]) -> list[Estimate]:
         """The cost of the places that have something cached, and of the lightest rank of each other node."""
         known = {view.name for view, _, _ in hits}
         fresh = [cost.at(view, view.lightest, NO_HIT) for view in views if view.name not in known]
         return [cost.at(*each) for each in hits] + fresh
 
-    def best(self, cost: Cost, views: Sequence[NodeView], hits: "Sequence[_PlaceHit]", turn: int) -> Estimate | None:
+    def best(self, cost: Cost, views: Sequence[NodeView], hits: Sequence[PlaceHit], turn: int) -> Estimate | None:
         """The place that costs least; of nearly equal ones the session's own, or each in its turn."""
         if not views:
             return None
         needs = self.candidates.needs
         if needs.prefix is None and needs.session is not None:
             hits = self._guessed(views, needs.session)
-        estimates = [cost.at(*each) for each in hits]
         if len(views) == 1 and len(views[0].places) == 1:  # nothing to compare
-            return estimates[0] if estimates else cost.at(views[0], views[0].lightest, NO_HIT)
-        least = min(map(_SCORE, estimates), default=math.inf)
+            return cost.at(*hits[0]) if hits else cost.at(views[0], views[0].lightest, NO_HIT)
+        scores = cost.scores(hits)
+        least = min(scores, default=math.inf)
+        most = _near(least)
         fresh: Sequence[NodeView] = ()
-        if not estimates or _near(least) >= cost.least_fresh(views, self.candidates.heaviest(cost.role)):
-            scores = cost.fresh(views)
-            least = min(least, *scores)
-            most = _near(least)
-            fresh = [view for view, score in zip(views, scores, strict=True) if score <= most]
-        near = [each for each in estimates if each.score <= _near(least)]
-        known = {each.view.name for each in near}
-        fresh = [view for view in fresh if view.name not in known] if known else fresh
-        index = self._which([*(each.view for each in near), *fresh], turn)
-        return near[index] if index < len(near) else self._fresh_estimate(cost, fresh[index - len(near)])
+        if not hits or most >= cost.least_fresh(views, self.candidates.heaviest(cost.role)):
+            fresh_scores = cost.fresh(views)
+            most = _near(min(least, *fresh_scores))
+            fresh = [view for view, score in zip(views, fresh_scores, strict=True) if score <= most]
+        near = [each for each, score in zip(hits, scores, strict=True) if score <= most]
+        views = [view for view, _, _ in near]
+        if fresh:
+            known = {view.name for view in views}
+            views += (fresh := [view for view in fresh if view.name not in known])
+        index = self._which(views, turn)
+        return cost.at(*near[index]) if index < len(near) else self._fresh_estimate(cost, fresh[index - len(near)])
 
     def _which(self, views: Sequence[NodeView], turn: int) -> int:
         """The session's own, where what is cached is an estimate: all turns are at one place then, and proxies find the
@@ -252,7 +256,7 @@ class Comparison:
         hit = next((hit for each, place, hit in hits if each is view and place is view.lightest), NO_HIT)
         return cost.at(view, view.lightest, hit)
 
-    def _guessed(self, views: Sequence[NodeView], session: int) -> "list[_PlaceHit]":
+    def _guessed(self, views: Sequence[NodeView], session: int) -> list[PlaceHit]:
         own, tokens = views[own_index(views, session)], int(self.tokens * SESSION_SHARE)
         return [(own, own.places[session % len(own.places)], Hit(tokens, tokens))]
 
@@ -290,27 +294,25 @@ class Comparison:
         return chosen.place.rank if several else None
 
 
-_PlaceHit = tuple[NodeView, PlaceLoad, Hit]
+_NOTHING_CACHED: Mapping[Role, Sequence[PlaceHit]] = MappingProxyType(dict.fromkeys(Role, ()))
 
 
-_NOTHING_CACHED: Mapping[Role, Sequence[_PlaceHit]] = MappingProxyType(dict.fromkeys(Role, ()))
-
-
-def _of_cohort(hits: Sequence[_PlaceHit], cohort: str) -> list[_PlaceHit]:
+def _of_cohort(hits: Sequence[PlaceHit], cohort: str) -> list[PlaceHit]:
     return [hit for hit in hits if hit[0].node.cohort in ("", cohort)]
 
 
-def _by_role(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Role, Sequence[_PlaceHit]]:
+def _by_role(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Role, Sequence[PlaceHit]]:
     """Hits on places that may get the request. A leg that cannot name a rank meets any of its node's."""
     if not candidates.needs.names_rank:
         hits = _mean_over_ranks(candidates, hits)
-    found: dict[Role, list[_PlaceHit]] = {Role.PREFILL: [], Role.DECODE: []}
-    named = candidates.named
-    for (name, rank), hit in hits.items():
-        view = named(name)
-        if view is not None and rank < len(view.places):
+    found: dict[Role, list[PlaceHit]] = {Role.PREFILL: [], Role.DECODE: []}
+    views = candidates.by_name()
+    for place, hit in hits.items():
+        view = views.get(place.node)
+        if view is not None and place.rank < len(view.places):
+            ranked = (view, view.places[place.rank], hit)
             for role in view.node.roles:
-                found[role].append((view, view.places[rank], hit))
+                found[role].append(ranked)
     return found
 
 
@@ -319,8 +321,8 @@ def _mean_over_ranks(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mappi
     for place, hit in hits.items():
         attention, resume = sums.get(place.node, (0, 0))
         sums[place.node] = attention + hit.attention, resume + hit.resume
-    views = {name: candidates.named(name) for name in sums}
-    ranks = {name: view.node.ranks for name, view in views.items() if view is not None}
+    views = candidates.by_name()
+    ranks = {name: views[name].node.ranks for name in sums if name in views}
     return {Place(name): Hit(*(tokens // ranks[name] for tokens in sums[name])) for name in ranks}
 
 

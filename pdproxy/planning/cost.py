@@ -89,11 +89,18 @@ class Estimate(NamedTuple):
     hit: Hit
 
 
+PlaceHit = tuple[NodeView, PlaceLoad, Hit]
+"""A place, and what it has cached."""
+
+
 class Cost(Protocol):
     """The costs of places for one prompt. ``role``: of the nodes whose places are asked for it."""
 
     @property
     def role(self) -> Role: ...
+
+    def scores(self, hits: Sequence[PlaceHit]) -> list[float]:
+        """The scores of places that have cached some of it, as by `at`. Fast: a system prompt is cached everywhere."""
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         """The scores of nodes that have cached nothing of it, each on its lightest rank. Fast: there are many."""
@@ -147,6 +154,21 @@ class PrefillCost:
             return [score + self._later_cost(view, view.lightest) for score, view in zip(scores, views, strict=True)]
         return scores
 
+    def scores(self, hits: Sequence[PlaceHit]) -> list[float]:
+        if self._lost:
+            return [self.at(*each).score for each in hits]
+        fixed, per_token, tokens, deepest = self._fixed, self._per_token, self._tokens, self._deepest
+        later, busy_weight = self._later, self._busy_weight
+        return [
+            (
+                ((place.legs + 1) * fixed + (place.queued + (own := tokens - hit.resume)) * per_token) * place.prefill
+                + (COPY_SHARE * lack * per_token * place.prefill if (lack := deepest - hit.attention) > 0 else 0.0)
+                + place.busy * busy_weight * (WAITING * (fixed + own * per_token) + later)
+            )
+            / view.room
+            for view, place, hit in hits
+        ]
+
     def _later_cost(self, view: NodeView, place: PlaceLoad) -> float:
         """For what the next turn will lack there."""
         lost = self._lost.get(Place(view.name, place.rank), 0.0)
@@ -184,6 +206,13 @@ class HandOverCost:
         own, each = self._fixed + self._per_token * self._tokens, SEQUENCE_SECONDS
         return [((place := view.lightest).hand_over * own + place.crowd * each + each) / view.room for view in views]
 
+    def scores(self, hits: Sequence[PlaceHit]) -> list[float]:
+        fixed, per_token, tokens, each = self._fixed, self._per_token, self._tokens, SEQUENCE_SECONDS
+        return [
+            ((fixed + per_token * (tokens - hit.attention)) * place.hand_over + (place.crowd + 1) * each) / view.room
+            for view, place, hit in hits
+        ]
+
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
         own = (self._fixed + self._per_token * self._tokens) * self._book.least_factor(Work.HAND_OVER)
         return (own + _least_crowd(views) * SEQUENCE_SECONDS + SEQUENCE_SECONDS) / heaviest
@@ -210,6 +239,14 @@ class LocalCost:
         return [
             (((place := view.lightest).queued * per_token + own) * place.local + place.crowd * each + each) / view.room
             for view in views
+        ]
+
+    def scores(self, hits: Sequence[PlaceHit]) -> list[float]:
+        fixed, per_token, tokens, each = self._fixed, self._per_token, self._tokens, SEQUENCE_SECONDS
+        return [
+            ((fixed + per_token * (place.queued + tokens - hit.resume)) * place.local + (place.crowd + 1) * each)
+            / view.room
+            for view, place, hit in hits
         ]
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
@@ -241,6 +278,9 @@ class SharedPrefillCost(PrefillCost):
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         return [self.at(view, view.lightest, NO_HIT).score for view in views]
 
+    def scores(self, hits: Sequence[PlaceHit]) -> list[float]:
+        return [self.at(*each).score for each in hits]
+
     def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
         plain, fixed = super().at(view, place, hit), self._fixed
         streams = place.legs - place.prompts
@@ -262,6 +302,9 @@ class SharedHandOverCost(HandOverCost):
 
     def fresh(self, views: Sequence[NodeView]) -> list[float]:
         return [self.at(view, view.lightest, NO_HIT).score for view in views]
+
+    def scores(self, hits: Sequence[PlaceHit]) -> list[float]:
+        return [self.at(*each).score for each in hits]
 
     def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
         plain = super().at(view, place, hit)

@@ -6,7 +6,7 @@ falls back. `policies` has all of them by name.
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from pdproxy.nodes.node import Bars, Node, NodeGroup, NodeView, PoolState, Role, Seeds
@@ -71,10 +71,10 @@ class Candidates:
             for each in cohorts
         ]
 
-    def named(self, name: str) -> NodeView | None:
-        """The node of this name, where it may get the request."""
-        view = self._served.by_name.get(name)
-        return view if view is not None and (not self._restricted or self.may_take(view)) else None
+    def by_name(self) -> Mapping[str, NodeView]:
+        """The nodes that may get it, of either role, by their names."""
+        views = self._served.by_name
+        return {name: view for name, view in views.items() if self.may_take(view)} if self._restricted else views
 
     def allow(self, prefill: Node, decode: Node) -> bool:
         """Whether a ticket can pass from one to the other."""

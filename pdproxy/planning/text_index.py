@@ -118,14 +118,17 @@ class TextIndex:
         depths, states = self._deepest(chain, now - self._life)
         tokens = {end: self.tokens(chain, end) for end in {*depths.values(), *states.values()}}
         tokens[0] = 0
-        return {place: Hit(tokens[end], tokens[states.get(place, 0)]) for place, end in depths.items()}
+        state_of = states.get
+        return {place: Hit(tokens[end], tokens[state_of(place, 0)]) for place, end in depths.items()}
 
     def _deepest(self, chain: Chain, oldest: float) -> tuple[dict[Place, int], dict[Place, int]]:
         """The last of its marks that each place met since then, and the last one before at which it has a state."""
         depths, states = dict[Place, int](), dict[Place, int]()
         for end in range(self._known(chain), 0, -1):
             mark = self._marks[chain.hashes[end - 1]]
-            if len(mark.met) > len(depths):
+            if not depths:
+                depths = {place: end for place, met in mark.met.items() if met >= oldest}
+            elif len(mark.met) > len(depths):
                 for place, met in mark.met.items():
                     if met >= oldest and place not in depths:
                         depths[place] = end

@@ -108,6 +108,15 @@ def test_a_slow_place_is_told_from_a_quick_one() -> None:
     assert book.pace_at(Work.PREFILL, slow).seconds(2000) == pytest.approx(0.8, rel=0.1)
 
 
+def test_the_quickest_place_is_known_though_places_become_slower_and_leave() -> None:
+    book, some = Load(), places(3)
+    for seconds, place in [(0.1, 0), (0.2, 1), (0.8, 0), (0.8, 0), (0.05, 2), (0.05, 2), (0.9, 2), (0.9, 2), (0.1, 1)]:
+        book.learn(Work.PREFILL, some[place], 2000, seconds)
+        assert book.least_factor(Work.PREFILL) == min(1.0, *(each.prefill for each in some))
+    book.drop_place(some[1])
+    assert book.least_factor(Work.PREFILL) == min(1.0, some[0].prefill, some[2].prefill)
+
+
 def test_one_stall_does_not_make_a_place_slow() -> None:
     place = PlaceLoad()
     book = learned(0, 1 / 8000, [2000] * 30, place)
