@@ -98,7 +98,11 @@ def environment(python: Path, packages: tuple[str, ...] = ()) -> Path:
         return made
     print(f"making {venv} for {python} (once) …", flush=True)
     run_first_that_works([[str(python), "-m", "venv", "--without-pip", "--clear", str(venv)]])
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(made), "install", "--quiet"]
-    run_first_that_works([[*pip, "--no-deps", "-r", str(LOCK), *packages]])
+    # The project's pip may be too old to run on that Python, but it can install wheels for it.
+    where = "import sysconfig; print(sysconfig.get_path('purelib'), sysconfig.get_python_version(), sep='\\n')"
+    folder, version = subprocess.check_output([str(made), "-c", where], text=True).splitlines()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    wheels = ["--only-binary", ":all:", "--python-version", version, "--target", folder]
+    run_first_that_works([[*pip, *wheels, "-r", str(LOCK), *packages]])
     stamp.write_text(wanted, encoding="utf-8")
     return made
