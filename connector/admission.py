@@ -2,7 +2,7 @@
 
 vLLM's scheduler asks a connector about the request at the head of its queue, then allocates the request's blocks. If
 they do not fit, it ends the step's admissions: every request behind the head waits. That is fair as long as the blocks
-come back by themselves, when requests that run have ended. In three cases they do not (vLLM 0.32 and 0.33):
+come back by themselves, when requests that run have ended. In four cases they do not (vLLM 0.32 and 0.33):
 
 - A read or load that was given up still holds its blocks (`decode_reads.Quarantine`), while its peer is frozen.
 - A failed load leaves its reservation behind: the request stays in `Scheduler._inflight_prefills` until it computes or
@@ -11,6 +11,9 @@ come back by themselves, when requests that run have ended. In three cases they 
 - With `--prefix-match-unit`, a local hit can end inside a block. vLLM copies that block, of attention and of state, and
   needs both. A prompt nearly as large as the cache fits without the hit and not with it, and nothing evicts the hit, as
   nothing else is admitted. vLLM waits so without a connector, too.
+- A hybrid's request needs a further block for its state when it goes on from what was loaded (`BoundedGroup.peak`), and
+  holds its blocks while it waits for it. Loads that fill the cache to the last block then wait for each other, and no
+  request runs that could end.
 
 `AdmissionControl` changes a connector's answer to `get_num_new_matched_tokens` in these cases:
 
@@ -18,6 +21,7 @@ come back by themselves, when requests that run have ended. In three cases they 
     vLLM refused it while no request held blocks,
     and it has a local hit that ends inside a block         None, once: such hits leave the prefix cache
     its load has failed, and it may not fit now             None, once: vLLM puts it behind requests that hold blocks
+    its load may fill the cache, and no request computes    None: vLLM skips it in this step; 0 in an unused cache
     its load was offered and not admitted,
     and a request whose load failed waits (this one, too)   0: the prompt is computed, which no reservation hinders
 """
@@ -44,7 +48,7 @@ _NO_PARTIAL_HIT = (
     "Request %s: computing its prompt from the last whole block of its local hit on. The hit ended inside a block, and "
     "the cache has no room for that block and its copy."
 )
-_NO_LOAD = "Request %s: computing its prompt; there is no room to load it beside what vLLM reserves for failed loads."
+_NO_LOAD = "Request %s: computing its prompt; the cache has no room to load it."
 
 Answer = tuple[int | None, bool]
 """To vLLM: tokens to load beyond the local hit, None to be asked again; whether they are loaded between steps."""
@@ -88,6 +92,7 @@ class AdmissionControl:
         self._pool: FreeBlocks | None = None
         self._offered: set[str] = set()
         self._loading: set[str] = set()
+        self._computing: set[str] = set()
         self._failed: set[str] = set()
         self._refused: dict[str, tuple[int, int]] = {}
         """Blocks in quarantine, and admissions so far, when vLLM refused the request."""
@@ -100,33 +105,33 @@ class AdmissionControl:
 
     def __len__(self) -> int:
         """How many requests have an entry here."""
-        return len(self._offered | self._loading | self._failed | self._aside | self._refused.keys())
+        sets = (self._offered, self._loading, self._computing, self._failed, self._aside, self._refused.keys())
+        return len(frozenset().union(*sets))
 
     def answer(self, request: Request, answer: Answer) -> Answer:
         """The connector's answer, or another one, where this would hold others up."""
-        tokens, between_steps = answer
-        if tokens is None or self._pool is None:
+        if answer[0] is None or self._pool is None:
             return None, False
         free, held = self._pool.get_num_free_blocks(), self._quarantined()
         room = _Room(free, held, self._pool.num_gpu_blocks - 1 - held)
+        self._computing.discard(request.request_id)  # it was preempted
         has_just_failed = self._has_just_failed(request.request_id)
         if self._forgets_partial_hits(request, room) or self._waits_for_quarantine(request, room):
             return None, False
         if has_just_failed and self._sizes.most(request.num_tokens) > free:
             return None, False
-        return self._offer(request.request_id, tokens, between_steps=between_steps, room=room)
+        return self._offer(request, answer, room)
 
     def on_admitted(self, request_id: str, tokens: int) -> None:
         """vLLM has allocated the request's blocks; `tokens` are loaded into them."""
         loads = tokens > 0 and request_id in self._offered
         self.forget(request_id)
         self._admitted += 1
-        if loads:
-            self._loading.add(request_id)
+        (self._loading if loads else self._computing).add(request_id)
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
-        for requests in (self._offered, self._loading, self._failed, self._aside):
+        for requests in (self._offered, self._loading, self._computing, self._failed, self._aside):
             requests.discard(request_id)
         self._refused.pop(request_id, None)
 
@@ -171,19 +176,25 @@ class AdmissionControl:
         self._aside.add(request_id)
         return True
 
-    def _offer(self, request_id: str, tokens: int, *, between_steps: bool, room: _Room) -> Answer:
-        loads = tokens > 0 and between_steps
-        no_room = room.held > 0 and room.is_unused
-        hindered = request_id in self._offered and (bool(self._failed) or no_room)
-        if loads and not hindered:
+    def _offer(self, request: Request, answer: Answer, room: _Room) -> Answer:
+        request_id, loads = request.request_id, answer[1] and answer[0] != 0
+        fills_up = loads and self._may_fill_up(request, room)
+        if fills_up and not room.is_unused:
+            return None, False
+        refused = request_id in self._offered and (bool(self._failed) or (room.held > 0 and room.is_unused))
+        if loads and not fills_up and not refused:
             self._offered.add(request_id)
-            return tokens, True
+            return answer
         if room.is_unused:
             self._refused[request_id] = (room.held, self._admitted)
         if loads:
             log.warning(_NO_LOAD, request_id)
             return 0, False
-        return tokens, between_steps
+        return answer
+
+    def _may_fill_up(self, request: Request, room: _Room) -> bool:
+        """Whether the request's load may leave no block to go on with, and no request runs whose end would free one."""
+        return not self._computing and self._sizes.most(request.num_tokens) > room.free
 
 
 class NoAdmissionControl(AdmissionControl):

@@ -150,10 +150,19 @@ class LocalHits:
         end = request.block_hashes[tokens // pool.hash_block_size - 1]
         if pool.get_cached_block(end, self._states) is not None:
             return False
-        forgotten = False
-        while (cached := pool.get_cached_block(end, self._attention)) is not None:
+        forgotten = self._forget_attention(pool, end)
+        whole = min(hit, tokens // self._block_size * self._block_size)
+        if whole not in (0, tokens) and any(block.ref_cnt for block in forgotten):
+            # vLLM registers the block inside which a running request's prompt ends anew in each step.
+            self._forget_attention(pool, request.block_hashes[whole // pool.hash_block_size - 1])
+        return bool(forgotten)
+
+    def _forget_attention(self, pool: PrefixCache, block_hash: Any) -> list[Any]:
+        """Let no attention be found under this hash. The blocks that were."""
+        forgotten: list[Any] = []
+        while (cached := pool.get_cached_block(block_hash, self._attention)) is not None:
             pool.evict_blocks({block.block_id for block in cached})
-            forgotten = True
+            forgotten += cached
         return forgotten
 
     def forget_partial_hits(self, request: Request) -> bool:

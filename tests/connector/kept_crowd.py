@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from connector.eviction_order import EvictionOrder
 from connector.keeps import Keeps
@@ -50,12 +51,30 @@ class KeptCrowd(Crowd):
         if not order._aside or not waits or self.rng.random() > COMPARED:
             return self.stock(*arguments)
         without = self.without_keeps()
-        plan: SchedulerOutput = self.stock(*arguments)
+        with self.looked_up_anew() as anew:
+            plan: SchedulerOutput = self.stock(*arguments)
         self.compared += 1
         planned = self.planned(plan)
-        if not (without.admitted <= planned.admitted and planned.preempted <= without.preempted):
+        if not (without.admitted - anew <= planned.admitted and planned.preempted <= without.preempted):
             raise Stuck(f"{self.where()}: {planned} with keeps, {without} without")
         return plan
+
+    @contextmanager
+    def looked_up_anew(self) -> Iterator[set[str]]:
+        """Requests for which vLLM looks into the prefix cache once more in the next step: they hit attention as long as
+        their ticket, without a state (`LocalHits`). Without keeps it may have been evicted within the step."""
+        anew: set[str] = set()
+        hits = self.node.side.local_hits
+        forget = hits.forget_without_state
+
+        def noted(request: Request, tokens: int, hit: int) -> bool:
+            forgotten = forget(request, tokens, hit)
+            anew.update({request.request_id} if forgotten else ())
+            return forgotten
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hits, "forget_without_state", noted)
+            yield anew
 
     def without_keeps(self) -> Planned:
         """Of the next step, from the state of now; planned in another process."""

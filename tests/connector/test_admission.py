@@ -11,7 +11,20 @@ pytest.importorskip("vllm")
 from connector.admission import AdmissionControl, NoAdmissionControl
 from connector.counters import ReadOutcome
 from connector.kv_groups import BoundedGroup, GrowingGroup, SequenceBlocks
-from tests.connector.harness import BLOCK, DENSE, HYBRID, Node, lost, make_node, nonce_of, prompt, take_ticket
+from tests.connector.harness import (
+    BLOCK,
+    DENSE,
+    HYBRID,
+    PACES,
+    Node,
+    at_pace,
+    lost,
+    make_node,
+    nonce_of,
+    prompt,
+    received,
+    take_ticket,
+)
 
 ASIDE = (None, False)
 COMPUTE = (0, False)
@@ -90,8 +103,9 @@ def test_a_request_that_cannot_fit_beside_a_quarantine_is_skipped_until_it_can(
     assert asked(admission, B, COMPUTE) == COMPUTE
     cache.quarantine(9)
     assert asked(admission, A, COMPUTE) == COMPUTE
-    admission.on_admitted("a", 0)
-    admission.on_admitted("b", 0)
+    for name in ("a", "b"):
+        admission.on_admitted(name, 0)
+        admission.forget(name)
     assert len(admission) == 0
 
 
@@ -109,7 +123,8 @@ def test_vllms_own_refusal_counts_where_nothing_can_make_more_room(admission: Ad
     cache.quarantine(8)
     assert asked(admission, A, COMPUTE) == COMPUTE
     cache.quarantine(0)
-    admission.forget("a")
+    for name in ("a", "b"):
+        admission.forget(name)
     assert len(admission) == 0
 
 
@@ -184,11 +199,36 @@ def test_other_loads_are_computed_where_a_failed_one_s_reservation_leaves_no_roo
     assert asked(admission, B, LOAD) == LOAD
 
 
+def test_a_load_that_may_fill_the_cache_waits_while_nothing_computes(admission: AdmissionControl, cache: Cache) -> None:
+    """160 tokens take 11 blocks, and a twelfth for the state to go on with."""
+    assert asked(admission, B, LOAD) == LOAD
+    admission.on_admitted("b", 64)
+    cache.pool.free = 11
+    assert asked(admission, A, LOAD) == ASIDE
+    admission.on_admitted("c", 0)
+    assert asked(admission, A, LOAD) == LOAD
+    admission.forget("c")
+    assert asked(admission, A, LOAD) == ASIDE
+    cache.pool.free = 12
+    assert asked(admission, A, LOAD) == LOAD
+
+
+def test_a_preempted_request_does_not_compute(admission: AdmissionControl, cache: Cache) -> None:
+    admission.on_admitted("c", 0)
+    cache.pool.free = 11
+    assert asked(admission, Request("c", 160, num_preemptions=1), LOAD) == ASIDE
+
+
+def test_a_load_that_fills_the_unused_cache_is_computed(admission: AdmissionControl) -> None:
+    assert asked(admission, Request("large", 304), LOAD) == COMPUTE
+
+
 def test_a_load_that_ended_well_is_forgotten(admission: AdmissionControl) -> None:
     fail_to_load(admission, A)
     admission.on_admitted("a", 0)
-    assert len(admission) == 0
     assert asked(admission, A, LOAD) == LOAD
+    admission.forget("a")
+    assert len(admission) == 0
 
 
 def test_a_request_that_has_ended_is_forgotten(admission: AdmissionControl) -> None:
@@ -284,3 +324,20 @@ def test_a_prompt_as_large_as_the_cache_is_not_held_up_by_its_own_hit(tokens: in
     said = Counter(output.request_id for _ in range(20) for output in node.step())
     assert said == {"again": 1, "behind": 4}
     assert node.free_blocks == 19
+
+
+@pytest.mark.parametrize("unit", [None, 4])
+@pytest.mark.parametrize("pace", sorted(PACES))
+def test_loads_that_fill_the_cache_do_not_wait_for_each_other(unit: int | None, pace: str) -> None:
+    """Each of the two takes 11 of 22 blocks, and goes on with a twelfth."""
+    prefill = make_node("kv_producer", engine_id="engine-p", unit=unit)
+    with at_pace(PACES[pace]):
+        node = make_node("kv_consumer", engine_id="engine-d", num_blocks=23, unit=unit)
+    prompts = {"one": prompt(150, seed=1), "two": prompt(150, seed=2)}
+    for name, tokens in prompts.items():
+        node.add(name, tokens, take_ticket(prefill, tokens, f"p-{name}"))
+    said: Counter[str] = Counter()
+    for _ in range(40):
+        reading = [name for name in prompts if node.metas and name in node.metas[-1].reads]
+        said.update(output.request_id for output in node.step(received(node, *reading)))
+    assert said == {"one": 4, "two": 4}

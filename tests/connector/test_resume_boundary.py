@@ -145,6 +145,21 @@ def test_a_hit_that_ends_where_the_ticket_does_still_gets_its_state(prefill: Nod
     assert hit(decode, tokens, "third") == (length - 1) // UNIT * UNIT
 
 
+@pytest.mark.parametrize("length", [103, 113])
+def test_so_it_does_beside_a_running_request_with_the_same_prompt(prefill: Node, decode: Node, length: int) -> None:
+    """vLLM registers the end of the running one's prompt anew in each step: "again" must not wait until it ends."""
+    tokens = prompt(length)
+    decode.add("running", tokens, max_tokens=200)
+    for _ in range(6):
+        decode.step()
+    forget_states(decode)
+    decode.add("again", tokens, take_ticket(prefill, tokens, "p-again"))
+    step_until_it_reads(decode, "again")
+    decode.step(received(decode, "again"))
+    assert len(decode.run_out("again")) == 4
+    assert "running" in decode.scheduler.requests
+
+
 def test_so_it_does_without_a_unit() -> None:
     prefill = make_node("kv_producer", engine_id="engine-p")
     decode = make_node("kv_consumer", engine_id="engine-d")
