@@ -1,9 +1,9 @@
 """The cost of one plan in a pool of many nodes: ``python -m deploy.bench.plan_cost``.
 
 Each round does what one request does: the state of the pool, a plan, a leg on each of the two nodes, and the end of
-the oldest request's legs. With `cache` every prompt is cached on four places of each role, or on all, as one that begins
-with a system prompt is; its legs carry their tokens, and the paces of half of the nodes are known, and how busy they
-were. CPU time, the best of several runs.
+the oldest request's legs. With `cache` every prompt is cached on four places of each role, or on all, as one that
+begins with a system prompt is; its legs carry their tokens, and the paces of half of the nodes are known, and how
+busy they were. CPU time, the best of several runs.
 """
 
 import collections
