@@ -116,10 +116,11 @@ class SchedulerBase(NixlPullConnectorScheduler):
     def _prefill_backoff(self) -> int:
         return super()._prefill_backoff() if self._backoff is None else self._backoff
 
-    def _truncate_request_for_prefill(self, request: "Request") -> None:
-        """vLLM's, for this request's own number of tokens."""
-        self._backoff = request.num_prompt_tokens - self._ticket_tokens(request)
-        super()._truncate_request_for_prefill(request)
+    def on_new_request(self, request: "Request") -> None:
+        """vLLM's, which shortens the prompt of a prefill leg to the tokens that its ticket covers."""
+        if (request.kv_transfer_params or {}).get("do_remote_decode"):
+            self._backoff = request.num_prompt_tokens - self._ticket_tokens(request)
+        super().on_new_request(request)
         self._backoff = None
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> "KVConnectorMetadata":

@@ -65,7 +65,7 @@ OVERRIDES: Mapping[str, str] = {
     "build_kv_connector_stats build_prom_metrics get_kv_connector_stats requires_kv_delivery supports_sleep_mode",
     f"{NIXL}.stats:NixlKVConnectorStats": "is_empty reduce reset",
     f"{NIXL}.stats:NixlPromMetrics": "__init__ observe",
-    SCHEDULER: "__init__ _prefill_backoff _truncate_request_for_prefill build_connector_meta "
+    SCHEDULER: "__init__ _prefill_backoff build_connector_meta "
     "get_num_new_matched_tokens has_pending_push_work on_new_request request_finished set_xfer_handshake_metadata "
     "shutdown update_connector_output update_state_after_alloc",
     WORKER: "__init__ _engines_with_inflight_transfers _get_new_notifs _nixl_handshake "
