@@ -6,8 +6,10 @@ forgotten.
 """
 
 import dataclasses
+import functools
 import logging
 import zlib
+from collections.abc import Callable
 
 from pdproxy.clock import Clock
 from pdproxy.events.batch_order import BatchOrder, Position
@@ -59,7 +61,12 @@ def scheme_of(hashing: Hashing) -> HashScheme | None:
 
 
 class PlaceFeed:
-    """Takes the batches of one place. ``publisher``: the rank that these must name, or none."""
+    """Takes the batches of one place.
+
+    Args:
+        publisher: the rank that the batches must name, or none.
+        on_change: called when anything is known of the place where nothing was, and the other way round.
+    """
 
     def __init__(
         self,
@@ -69,6 +76,7 @@ class PlaceFeed:
         decode: BatchDecoder,
         clock: Clock,
         metrics: EventMetrics,
+        on_change: Callable[[], None],
     ) -> None:
         self.place = place
         self.publisher = publisher
@@ -79,6 +87,8 @@ class PlaceFeed:
         self._order = BatchOrder()
         self._junk = 0
         self._since = clock.now()
+        self._on_change = on_change
+        self._was_known = False
 
     @property
     def last(self) -> int:
@@ -101,6 +111,7 @@ class PlaceFeed:
             else:
                 self._apply(batch.sequence, read)
             self._order.applied(batch.sequence, time, zlib.crc32(batch.payload))
+        self._note_change()
         return position
 
     def apply_after_gap(self, batch: NumberedBatch) -> None:
@@ -115,6 +126,7 @@ class PlaceFeed:
         """The engine has published nothing since its start: it has nothing cached."""
         if self.last < 0:
             self.scheme.index.apply(self.place, CacheCleared())
+            self._note_change()
 
     def is_last(self, batch: NumberedBatch) -> bool:
         """Whether this very batch was the last that was taken: the engine is the same as before."""
@@ -124,12 +136,14 @@ class PlaceFeed:
         """The publisher is another engine: nothing that was known holds."""
         self._forget(Forgotten.RESTART, "its engine was restarted")
         self._order = BatchOrder()
+        self._note_change()
 
     def unreachable(self) -> None:
         """The publisher was out of reach, and what it published meanwhile is not known."""
         if self.known is not Known.NOTHING:
             self._forget(Forgotten.UNREACHABLE, "its KV events cannot be read")
             self._order = BatchOrder()
+            self._note_change()
 
     def left(self) -> None:
         """The place is no more."""
@@ -161,6 +175,13 @@ class PlaceFeed:
             _LOG.warning(text, *self.place, error, self._junk)
         self.scheme.index.drop_place(self.place)
         self._metrics.forgotten(Forgotten.JUNK)
+        self._note_change()
+
+    def _note_change(self) -> None:
+        known = self.known is not Known.NOTHING
+        if known is not self._was_known:
+            self._was_known = known
+            self._on_change()
 
     def _read(self, batch: NumberedBatch) -> EventBatch | InvalidBatch:
         try:
@@ -191,7 +212,12 @@ class PlaceFeed:
 
 
 class PlaceCaches:
-    """All places whose KV events are read."""
+    """All places whose KV events are read.
+
+    Attributes:
+        known: by node, the scheme of its first place of which anything is known; nodes of which nothing is known are
+            left out. Plans ask for all nodes.
+    """
 
     def __init__(self, clock: Clock, metrics: EventMetrics) -> None:
         self._clock = clock
@@ -200,6 +226,7 @@ class PlaceCaches:
         self._schemes: dict[HashScheme, SchemeIndex] = {}
         self._feeds: dict[Place, PlaceFeed] = {}
         self._by_node: dict[str, tuple[PlaceFeed, ...]] = {}
+        self.known: dict[str, SchemeIndex] = {}
         metrics.watch_index(lambda: sum(feed.blocks for feed in self._feeds.values()), self._count)
 
     def feed(self, place: Place, publisher: int, scheme: HashScheme) -> PlaceFeed:
@@ -210,7 +237,8 @@ class PlaceCaches:
         self._drop([place])
         if scheme not in self._schemes:
             self._schemes[scheme] = SchemeIndex(PrefixIndex(scheme), PromptHasher(scheme))
-        made = PlaceFeed(place, publisher, self._schemes[scheme], self._decode, self._clock, self._metrics)
+        index, on_change = self._schemes[scheme], functools.partial(self._note_known, place.node)
+        made = PlaceFeed(place, publisher, index, self._decode, self._clock, self._metrics, on_change)
         self._feeds[place] = made
         self._group()
         return made
@@ -250,6 +278,15 @@ class PlaceCaches:
         nodes = dict.fromkeys(place.node for place in self._feeds)
         grouped = {node: [feed for place, feed in self._feeds.items() if place.node == node] for node in nodes}
         self._by_node = {node: tuple(feeds) for node, feeds in grouped.items()}
+        for node in {*self.known, *nodes}:
+            self._note_known(node)
+
+    def _note_known(self, node: str) -> None:
+        known = next((feed.scheme for feed in self.of_node(node) if feed.known is not Known.NOTHING), None)
+        if known is None:
+            self.known.pop(node, None)
+        else:
+            self.known[node] = known
 
     def _count(self, known: Known) -> int:
         return sum(feed.known is known for feed in self._feeds.values())

@@ -6,6 +6,7 @@ shorter than a block, where there is one place of each role, or where no place's
 
 import asyncio
 import dataclasses
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 from pdproxy.background import Background
@@ -14,10 +15,10 @@ from pdproxy.events.places import PlaceCaches, SchemeIndex
 from pdproxy.events.prompt_hashes import MOST_TOKENS, HashFinder, Ids, PromptHashes
 from pdproxy.events.token_ids import Waiting
 from pdproxy.legs.outline import BYTES_PER_TOKEN
-from pdproxy.nodes.node import Node, NodeView, Role
+from pdproxy.nodes.node import Node, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.event_metrics import EventMetrics
-from pdproxy.observe.labels import Known, LookUp
+from pdproxy.observe.labels import LookUp
 from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
@@ -27,6 +28,9 @@ from pdproxy.request import SubRequest
 
 EXPECTED_SECONDS = 30.0
 """For how long what was routed to a place counts as cached there, unless its events say so before."""
+
+
+_LOAD = operator.attrgetter("load")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class EventPrefixSource:
 
     def reads(self, node: str) -> bool:
         """Whether what this node has cached is known from its events, in part at least."""
-        return any(feed.known is not Known.NOTHING for feed in self._caches.of_node(node))
+        return node in self._caches.known
 
     def _stays(self) -> Mapping[Place, float]:
         """See `PromptHits`."""
@@ -187,33 +191,35 @@ class EventPrefixSource:
         by_role = {role: served.all.of(role) for role in Role}
         if served.alone:
             return None
-        views = [view for role in Role for view in by_role[role] if view.node.model == model]
-        schemes = tuple({id(scheme): scheme for scheme in map(self._known_scheme, views) if scheme}.values())
+        known = self._caches.known
+        schemes = {
+            id(scheme): scheme
+            for role in Role
+            for view in by_role[role]
+            if view.node.model == model and (scheme := known.get(view.name)) is not None
+        }
         if not schemes:
             return None
-        render = min(by_role[Role.PREFILL] or by_role[Role.DECODE], key=lambda view: view.load)
-        return _Candidates(render.node, {view.node.name: view.node for view in by_role[Role.PREFILL]}, schemes)
-
-    def _known_scheme(self, view: NodeView) -> SchemeIndex | None:
-        """The scheme of a node of which anything is known."""
-        feeds = self._caches.of_node(view.node.name)
-        return next((feed.scheme for feed in feeds if feed.known is not Known.NOTHING), None)
+        render = min(by_role[Role.PREFILL] or by_role[Role.DECODE], key=_LOAD)
+        prefills = {view.name: view.node for view in by_role[Role.PREFILL]}
+        return _Candidates(render.node, prefills, tuple(schemes.values()))
 
 
 def _look_up(
     index: PrefixIndex, hashes: Sequence[int], tokens: int, prefills: Mapping[str, Node], now: float
 ) -> Mapping[Place, Hit]:
     """The hits of each place; those of a prefill node are of what its leg computes, whose last token is never a hit."""
-    hits = dict(index.look_up(hashes, tokens, now))
-    legs = {covered_tokens(node, tokens) for node in prefills.values()}
-    shorter = {covered: index.look_up(hashes, covered, now) for covered in legs}
-    for place in [place for place in hits if place.node in prefills]:
-        hit = shorter[covered_tokens(prefills[place.node], tokens)].get(place)
-        if hit is None:
-            del hits[place]
-        else:
-            hits[place] = hit
-    return hits
+    hits = index.look_up(hashes, tokens, now)
+    alike = {node.match_rule: node for node in prefills.values()}
+    covered = {rule: covered_tokens(node, tokens) for rule, node in alike.items()}
+    shorter = {leg: index.look_up(hashes, leg, now) for leg in set(covered.values())}
+    found = dict[Place, Hit]()
+    for place, hit in hits.items():
+        node = prefills.get(place.node)
+        cut = hit if node is None else shorter[covered[node.match_rule]].get(place)
+        if cut is not None:
+            found[place] = cut
+    return found
 
 
 def _is_short(sub_request: SubRequest, schemes: Sequence[SchemeIndex]) -> bool:
