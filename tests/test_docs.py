@@ -144,9 +144,9 @@ def test_a_file_or_function_that_is_gone_is_found() -> None:
     assert missing(["orchestration/relay.py::Relay.read", *gone], SHORT) == gone
 
 
-def rooms() -> str:
-    """The section that says what each room has."""
-    return text_of(ARCHITECTURE).partition("## Rooms\n")[2].partition("\n## ")[0]
+def section(heading: str) -> str:
+    """A section of the page on architecture."""
+    return text_of(ARCHITECTURE).partition(f"## {heading}\n")[2].partition("\n## ")[0]
 
 
 def parts(folder: str) -> set[str]:
@@ -158,14 +158,13 @@ def parts(folder: str) -> set[str]:
 
 @pytest.mark.parametrize("folder", ["pdproxy", "connector"])
 def test_every_room_and_module_has_its_row(folder: str) -> None:
-    table = rooms().partition(f"| `{folder}/` |")[2].partition("\n\n")[0]
+    table = section("Rooms").partition(f"| `{folder}/` |")[2].partition("\n\n")[0]
     assert parts(folder) - set(re.findall(r"`([\w/]+(?:/|\.py))`", table)) == set()
 
 
 def questions() -> list[list[str]]:
     """The rows of the table of questions: question, page, file, function, answer."""
-    section = text_of(ARCHITECTURE).partition("## Ten questions\n")[2].partition("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ")]
+    rows = [line for line in section("Ten questions").splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[1:]]
 
 
@@ -181,6 +180,8 @@ def test_each_question_is_answered_within_three_steps_from_the_readme(row: list[
     assert file_target is not None
     step = (ARCHITECTURE.parent / page_target[1].partition("#")[0]).resolve()
     assert step in {linked for linked, _ in links(README)}
+    page_alone = text_of(step).replace(section("Ten questions"), "")
+    assert Path(file_target[1]).name in re.findall(r"[\w.]+\.py", page_alone), "the page leads to the file"
     assert function.strip("`") in names_in((ARCHITECTURE.parent / file_target[1]).resolve())
     assert set(re.findall(r"`([A-Z]\w+\.\w+)`", answer)) <= product_names()
 
