@@ -43,7 +43,8 @@ def _of_model(seen: Seen, nodes: Sequence[NodeView]) -> Iterator[str]:
         yield SLOWER
     elif seen.hand_overs.used.mostly_in_vain:
         yield "Served, slower: decode nodes compute most of the prompts again that were handed over."
-    for role, views, left in ((Role.PREFILL, prefills, prefills_left), (Role.DECODE, decodes, decodes_left)):
-        full = sum(view.state is not State.PROBING for view in left)
-        if left and full < len(views):
-            yield f"Served, with less room: {full} of {len(views)} {role} nodes take requests as usual."
+    kinds = {"": prefills} if prefills == decodes else {"prefill ": prefills, "decode ": decodes}
+    for kind, views in kinds.items():
+        full = sum(view.state in SERVING and view.state is not State.PROBING for view in views)
+        if views and full < len(views) and any(view.state in SERVING for view in views):
+            yield f"Served, with less room: {full} of {len(views)} {kind}nodes take requests as usual."

@@ -1,6 +1,7 @@
 """The live page in a real browser."""
 
 import asyncio
+import dataclasses
 import re
 from collections.abc import Awaitable, Callable
 
@@ -9,6 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.admin.context import AdminContext
 from pdproxy.credential import Secret
+from pdproxy.nodes.demand import Advice, Limit
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Bars, Node, Role
 from pdproxy.observe.labels import Outcome, Prediction
@@ -159,6 +161,17 @@ async def test_the_page_is_readable_on_a_phone_and_nothing_moves(chromium_url: s
         # All three answers are on the first screen.
         assert await page.value("document.getElementById('hit-most').getBoundingClientRect().bottom") < HEIGHT
         assert await page.value("document.getAnimations().length") == 0
+
+
+async def test_equal_nodes_are_needed_for_prompts_and_streams_together(chromium_url: str) -> None:
+    advice = Advice(prefill=1.6, decode=4.3, prefill_mean=0.9, decode_mean=3.2, limit=Limit.CACHE, minutes=60)
+    context = dataclasses.replace(context_of(FakeCluster(0, 0, shared=2)), advice=lambda: advice)
+    async with served(context) as address, new_page(chromium_url) as page:
+        await page.show(f"{address}/ui")
+        await page.until("document.getElementById('advice')?.textContent")
+        told = await page.value("document.getElementById('advice').textContent")
+        assert "needed 6 nodes (1.6 for prompts, 4.3 for streams; 2 are up) for what" in told
+        assert "; streams by " in told
 
 
 @pytest.mark.parametrize("width", [700, 740, 820])

@@ -12,7 +12,7 @@ from pdproxy.admin.seen import JUST_NOW, WINDOW, Seen
 from pdproxy.errors import ClientError, Fault
 from pdproxy.nodes.hand_over_verdict import HandOverVerdict, verdict
 from pdproxy.nodes.hand_overs import Used
-from pdproxy.nodes.node import Bars, Node, NodeView, Outage, PoolState, Role, State
+from pdproxy.nodes.node import BOTH, DECODE, PREFILL, Bars, Node, NodeView, Outage, PoolState, Role, State
 from pdproxy.observe.labels import Outcome, Rejection
 from pdproxy.orchestration.client_errors import rejected_error
 from pdproxy.orchestration.in_flight import MAX_BAD, LegFault, RecentEnds
@@ -30,8 +30,8 @@ PREFILLS, DECODES = ("p0",), ("d0", "d1")
 def view(
     name: str, state: State = State.UP, ago: float = 3600.0, reason: str = "", *, silent: bool = False, model: str = "m"
 ) -> NodeView:
-    role = Role.PREFILL if name.startswith("p") else Role.DECODE
-    node = Node(name, f"http://{name}:8000", (role,), model)
+    roles = {"p": PREFILL, "d": DECODE, "n": BOTH}[name[0]]
+    node = Node(name, f"http://{name}:8000", roles, model)
     return NodeView(node, state, reason=reason, since=NOW - ago, silent=silent)
 
 
@@ -300,6 +300,23 @@ def test_requests_that_are_turned_away_are_load() -> None:
     assert found.loss == "Some requests get a 429: they may ask again."
     over = ask(recent=seen(ends={Outcome.REJECTED: [JUST_NOW + 1]}))
     assert over.loss == ""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "loss"),
+    [
+        ([view("n0")], ""),
+        ([view("n0", State.DOWN, 20.0, KILLED)], "New requests get a 503: no decode node serves."),
+        ([view("n0"), view("n1", State.DOWN)], "Served, with less room: 1 of 2 nodes take requests as usual."),
+        ([view("n0"), view("n1", State.PROBING)], "Served, with less room: 1 of 2 nodes take requests as usual."),
+        (
+            [view("n0", State.DOWN), view("p0"), view("d0")],
+            " ".join(f"Served, with less room: 1 of 2 {role} nodes take requests as usual." for role in Role),
+        ),
+    ],
+)
+def test_equal_nodes_are_counted_once(nodes: list[NodeView], loss: str) -> None:
+    assert ask(nodes).loss == loss
 
 
 def test_prompts_that_are_computed_twice_are_a_loss() -> None:
