@@ -4,17 +4,18 @@
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from deploy.local.model.quiz import quiz
-from deploy.local.node import Node
+from deploy.local.model.quiz import Quiz, quiz
+from deploy.local.node import SERVED_NAME, Node
 from deploy.local.stack import Proxy
 from pdproxy.nodes.node import State
-from tests.differential.bodies import good_bodies
+from pdproxy.request import Endpoint
 from tests.differential.comparing import compare
 from tests.differential.grid import Case, cases, some_of
 from tests.differential.ledger import Difference, read, unexplained, unused
@@ -24,6 +25,18 @@ pytestmark = pytest.mark.e2e
 LEDGER = Path(__file__).parents[1] / "differential" / "ledger.toml"
 PROMPT_TOKENS = 120
 SHOWN = 20
+
+
+def good_bodies(question: Quiz) -> Mapping[Endpoint, Mapping[str, Any]]:
+    """A good request for each endpoint: a question that the tiny model surely answers in one way."""
+    common = {"model": SERVED_NAME, "temperature": 0}
+    messages = question.messages()
+    return {
+        Endpoint.CHAT: {**common, "messages": messages, "max_tokens": 6},
+        Endpoint.COMPLETIONS: {**common, "prompt": question.prompt(), "max_tokens": 6},
+        Endpoint.RESPONSES: {**common, "input": messages, "max_output_tokens": 6},
+        Endpoint.MESSAGES: {**common, "messages": messages, "max_tokens": 6},
+    }
 
 
 def grid_of(node: Node) -> list[Case]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 from msgspec import Raw
@@ -19,15 +20,52 @@ from pdproxy.legs.calls import (
 )
 from pdproxy.nodes.node import RANK_HEADER, Node, Role
 from pdproxy.request import Endpoint, Headers, Json, header
+from pdproxy.response import ChunkSink, Sink
 from pdproxy.transport.port import HttpRequest, HttpResponse, Timeouts
 from pdproxy.usage import CacheUse
-from tests.legs.wire import Wire
 
 NODE = Node("p0", "http://127.0.0.1:1", (Role.PREFILL,))
 PATIENCE = Timeouts(1, 2, 3)
 HEADERS: Headers = (("x-request-id", "r1"),)
 STREAM: Headers = (("content-type", "text/event-stream; charset=utf-8"),)
 TICKET = {"remote_host": "h", "remote_prefill_cached_tokens": 4}
+
+
+class Answer:
+    """A scripted response."""
+
+    def __init__(self, status: int, headers: Headers, pieces: list[bytes]) -> None:
+        self.status = status
+        self.headers = headers
+        self.pieces = pieces
+        self.closed = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            yield piece
+
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+class Wire:
+    """Gives every request the same answer, and records the requests."""
+
+    def __init__(self, status: int, body: bytes, headers: Headers = (("content-type", "application/json"),)) -> None:
+        self.answer = Answer(status, headers, [body[:7], body[7:]])
+        self.requests: list[HttpRequest] = []
+        self.timeouts: list[Timeouts] = []
+
+    async def send(self, request: HttpRequest, timeouts: Timeouts) -> HttpResponse:
+        self.requests.append(request)
+        self.timeouts.append(timeouts)
+        return self.answer
+
+    async def aclose(self) -> None:
+        pass
 
 
 def wire(answer: Json) -> Wire:
