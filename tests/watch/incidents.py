@@ -113,6 +113,9 @@ class Incident:
         await fleet.nodes["decode-0"].kill()
         await fleet.is_down("decode-0")
 
+    async def end(self, fleet: Fleet) -> None:
+        """What clients wait for comes to pass, so that their last requests end."""
+
 
 class PrefillKilled(Incident):
     """The only prefill node is killed."""
@@ -133,6 +136,10 @@ class BothDecodesKilled(Incident):
         await asyncio.sleep(self._apart)
         await fleet.nodes["decode-1"].kill()
         await fleet.is_down("decode-0", "decode-1")
+
+    async def end(self, fleet: Fleet) -> None:
+        """The streams that ran wait for a decode node."""
+        await fleet.nodes["decode-0"].start()
 
 
 class DecodeFrozen(Incident):
@@ -231,6 +238,7 @@ async def happened(incident: Incident, folder: Path) -> AsyncIterator[Fleet]:
             await load.more(1)
             await incident.happen(fleet)
             yield fleet
+            await incident.end(fleet)
 
 
 def told(state: Mapping[str, Any]) -> str:
