@@ -15,8 +15,8 @@ Most pieces of a stream need none: passed on within the callback that read them 
 task switch. What a sink raises is a bug: it ends the exchange that the piece came from.
 """
 ChunkSink = Callable[[bytes], bool | None]
-"""A sink for what was read from a node where that is one chunk of HTTP/1.1: None where it does not take the read, which
-goes to the `Sink` then."""
+"""A sink for what was read from a node where that begins with a chunk of HTTP/1.1: None where it does not take it all,
+and the read goes to the `Sink`."""
 
 EXCHANGE_EXTENSION = "pdproxy.http.exchange"
 """The ASGI extension in which our server offers an `Exchange`, as ``exchange``."""

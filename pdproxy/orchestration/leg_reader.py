@@ -2,9 +2,9 @@
 
 An event goes one of four ways, the cheapest first:
 
-1. As it is framed: nearly every read is one chunk with one event that differs from the one before in its text alone.
-   It goes to the client as it is, without its record (`stream.scan`).
-2. Like the last one, where a read holds several, or parts of one.
+1. As it is framed: nearly every read is one chunk with one event that differs from the one before in its text alone,
+   or several of them. It goes to the client as it is, without its records (`stream.scan`).
+2. Like the last one, where a chunk holds several, or parts of one.
 3. By its bytes: it holds nothing that ends or changes the stream (`Transcript.passes`).
 4. Read: as the first event, the last ones, errors and usage.
 """
@@ -16,7 +16,7 @@ from pdproxy.errors import Fault, NodeFault, untraced
 from pdproxy.response import Sink
 from pdproxy.stream.chunks import DONE, Likeness, parse_object, short_event_of
 from pdproxy.stream.journal import ONE_EVENT, RECORD_OF_ONE, Journal, record_in, record_of_one
-from pdproxy.stream.scan import BEST, Scan
+from pdproxy.stream.scan import BEST, Scan, ends_of_chunks
 from pdproxy.stream.sse import EVENT_BYTES, Event, Framer
 from pdproxy.stream.transcript import CHUNKED, Transcript
 from pdproxy.stream.usage_event import UsageEventFilter
@@ -153,8 +153,8 @@ class LegReader:
                 self._chunk_sink = self._passed_on = None
 
     def _pass_chunk(self, read: bytes) -> bool | None:
-        """Write a read that is one chunk with one event like the last one, and, with a journal, its record; None for
-        any other read."""
+        """Write a read that is one chunk with one event like the last one, and, with a journal, its record; or several
+        such chunks, as they come where the proxy is busy. None for any other read."""
         like, journal = self._like_last, self._journal
         if like is None or self._chunk_sink is None or self._passed_on is None:
             return None
@@ -162,10 +162,28 @@ class LegReader:
             chunk = self._scan.plain(read, like.head, like.tail)
         else:
             chunk = self._scan.journaled(read, like.head, like.tail, journal.kept, journal.most)
-        if chunk is None:
+        if chunk is None and (chunk := self._scan_several(like, read)) is None:
             return None
         written = self._chunk_sink(chunk)
         return self._passed_on(chunk) and written
+
+    def _scan_several(self, like: Likeness, read: bytes) -> bytes | None:
+        """The client's part of a read of several such chunks; None, and no record is kept, where one is another."""
+        journal, scan, at, chunks = self._journal, self._scan, 0, list[bytes]()
+        kept = 0 if journal is None else len(journal.kept)
+        for end in ends_of_chunks(read):
+            one = read[at:end]
+            if journal is None:
+                chunk = scan.plain(one, like.head, like.tail)
+            else:
+                chunk = scan.journaled(one, like.head, like.tail, journal.kept, journal.most)
+            if chunk is None:
+                if journal is not None:
+                    del journal.kept[kept:]
+                return None
+            chunks.append(chunk)
+            at = end
+        return b"".join(chunks) if chunks else None
 
     def flush(self) -> bytes:
         """The bytes that were held back for a usage event that did not come."""

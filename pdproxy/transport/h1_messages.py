@@ -106,14 +106,18 @@ class ResponseParser:
         reusable: it has ended, and the connection can carry another. Not after a 5xx: servers close connections after
             an unhandled error without saying so (uvicorn), and the next request would be lost with them.
         silent: no byte has come since `expect`.
-        between_chunks: the body is chunked, and what came ends where a chunk does: one that follows as a whole may be
+        between_chunks: the body is chunked, and what came ends where a chunk does: those that follow as a whole may be
             left out of what is fed.
-        pieces: of body that have not been taken yet. httptools itself appends to it: a stream has many pieces.
+        pieces: of body that have not been taken yet. httptools itself appends to it, and notes in a list whether a
+            chunk is open: a stream has many.
     """
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
         self.on_body = self.pieces.append
+        self._outside_chunks = [True]
+        self.on_chunk_header = self._outside_chunks.clear
+        self.on_chunk_complete = functools.partial(self._outside_chunks.append, True)
         self._parser = httptools.HttpResponseParser(self)
         self.expect("GET")
 
@@ -124,7 +128,8 @@ class ResponseParser:
         self.has_head = self.ended = self.reusable = False
         self.silent = True
         self.pieces.clear()
-        self.between_chunks = self._chunked = self._in_chunk = False
+        self.between_chunks = self._chunked = False
+        self._outside_chunks[:] = [True]
         self._bodiless = method == "HEAD"
         self._ends_with_connection = False
         self._fields: list[tuple[str, str]] = []
@@ -146,7 +151,7 @@ class ResponseParser:
         else:
             self._count_overhead(len(data))
         # Half of a size, or of what may follow it, never ends in a line's end: the chunk begins with that.
-        self.between_chunks = self._chunked and not self._in_chunk and not self.ended and data.endswith(b"\r\n")
+        self.between_chunks = self._chunked and bool(self._outside_chunks) and not self.ended and data.endswith(b"\r\n")
 
     def _count_overhead(self, size: int) -> None:
         self.pieces.clear()
@@ -206,12 +211,6 @@ class ResponseParser:
         self._fields, self._chunked = [], chunked
         self._ends_with_connection = not chunked and "content-length" not in names and status not in _BODILESS
         self.ended = self._bodiless  # the parser cannot know; the connection is not used again
-
-    def on_chunk_header(self) -> None:
-        self._in_chunk = True
-
-    def on_chunk_complete(self) -> None:
-        self._in_chunk = False
 
     def on_message_complete(self) -> None:
         if self.has_head and not self.ended:

@@ -131,7 +131,10 @@ class Pieces:
     status = 200
     headers: Headers = ()
 
-    def __init__(self, pieces: Sequence[bytes], *, breaks: bool = False, piped: bool = False) -> None:
+    def __init__(
+        self, pieces: Sequence[bytes], *, breaks: bool = False, piped: bool = False, chunks_in_read: int = 1
+    ) -> None:
+        self._chunks_in_read = chunks_in_read
         self._pieces = list(pieces)
         self._breaks = breaks
         self._piped = piped
@@ -150,9 +153,10 @@ class Pieces:
         """See the port. The last piece is left to be read."""
         more = self._piped
         while more and len(self._pieces) > 1:
-            piece = self._pieces.pop(0)
-            taken = None if chunk_sink is None else chunk_sink(chunk_of(piece))
-            more = sink(piece) if taken is None else taken
+            most = min(self._chunks_in_read, len(self._pieces) - 1)
+            read, self._pieces = self._pieces[:most], self._pieces[most:]
+            taken = None if chunk_sink is None else chunk_sink(b"".join(map(chunk_of, read)))
+            more = sink(b"".join(read)) if taken is None else taken
 
     async def aclose(self) -> None:
         """Nothing is held."""
@@ -172,10 +176,11 @@ class Leg:
         cache_use: CacheUse | None = None,
         piped: bool = False,
         scan: Scan | None = None,
+        chunks_in_read: int = 1,
     ) -> None:
         self.journal = journal
         self.transcript = Transcript(endpoint, Shape(1, stream=True), cache_use)
-        response = Pieces(pieces, breaks=breaks, piped=piped)
+        response = Pieces(pieces, breaks=breaks, piped=piped, chunks_in_read=chunks_in_read)
         self.reader = LegReader(response, self.transcript, 8, usage_filter, journal, scan or PYTHON)
         self._chunk_sink = None if scan is None else self._take_chunk
         self.seen = b""
@@ -213,10 +218,15 @@ class Leg:
         return True
 
     def _take_chunk(self, chunk: bytes) -> bool:
-        piece = chunk[chunk.index(b"\n") + 1 : -2]
-        assert chunk == chunk_of(piece)
-        self.as_framed += 1
-        return self._take(piece)
+        pieces, at = list[bytes](), 0
+        while at < len(chunk):
+            begin = chunk.index(b"\n", at) + 1
+            end = begin + int(chunk[at : begin - 2], 16)
+            pieces.append(chunk[begin:end])
+            at = end + 2
+        assert chunk == b"".join(map(chunk_of, pieces))
+        self.as_framed += len(pieces)
+        return self._take(b"".join(pieces))
 
 
 def run(leg: Coroutine[None, None, Leg]) -> Leg:
@@ -248,12 +258,15 @@ def ways(draw: st.DrawFn) -> Callable[[Sequence[bytes], Endpoint], Leg]:
     """Reads a stream with or without a journal, a usage event that only we asked for, and tokens cached elsewhere; with
     chunks passed on as they are framed, or none."""
     with_journal, ours, cached = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([None, CacheUse(3)]))
-    scan = draw(st.sampled_from([None, *SCANS]))
+    scan, in_read = draw(st.sampled_from([None, *SCANS])), draw(st.integers(1, 3))
 
     def read(pieces: Sequence[bytes], endpoint: Endpoint) -> Leg:
         ours_alone = UsageEventFilter() if ours and endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) else None
         journal = Journal() if with_journal else None
-        leg = Leg(endpoint, pieces, journal=journal, usage_filter=ours_alone, cache_use=cached, piped=True, scan=scan)
+        leg = Leg(
+            endpoint, pieces, journal=journal, usage_filter=ours_alone, cache_use=cached, piped=True, scan=scan,
+            chunks_in_read=in_read,
+        )  # fmt: skip
         return run(leg.read_all())
 
     return read
@@ -323,14 +336,16 @@ def test_hardly_an_event_of_a_stream_of_text_is_looked_at(name: str, with_journa
 
 @pytest.mark.parametrize("name", ["completion", "chat", "messages, reasoning"])
 @pytest.mark.parametrize("with_journal", [True, False])
+@pytest.mark.parametrize("in_read", [1, 2])
 @pytest.mark.parametrize("scan", SCANS, ids=lambda scan: scan.language)
 def test_nearly_every_chunk_of_a_stream_of_text_goes_on_as_it_is_framed(
-    name: str, with_journal: bool, scan: Scan
+    name: str, with_journal: bool, scan: Scan, in_read: int
 ) -> None:
     (written,) = (each for each in recorded_streams() if each.name == name)
     written = written if with_journal else written.without_journal()
     journal = Journal() if with_journal else None
-    leg = run(Leg(written.endpoint, written.chunks, journal=journal, piped=True, scan=scan).read())
+    leg = Leg(written.endpoint, written.chunks, journal=journal, piped=True, scan=scan, chunks_in_read=in_read)
+    run(leg.read())
     assert leg.as_framed > len(written.chunks) * 3 / 4
     assert (leg.seen, leg.transcript.ended) == (written.events, True)
 
