@@ -16,7 +16,7 @@ from pdproxy.errors import Fault, NodeFault, untraced
 from pdproxy.response import Sink
 from pdproxy.stream.chunks import DONE, Likeness, parse_object, short_event_of
 from pdproxy.stream.journal import ONE_EVENT, RECORD_OF_ONE, Journal, record_in, record_of_one
-from pdproxy.stream.scan import BEST, Scan, ends_of_chunks
+from pdproxy.stream.scan import BEST, Scan
 from pdproxy.stream.sse import EVENT_BYTES, Event, Framer
 from pdproxy.stream.transcript import CHUNKED, Transcript
 from pdproxy.stream.usage_event import UsageEventFilter
@@ -168,22 +168,27 @@ class LegReader:
         return self._passed_on(chunk) and written
 
     def _scan_several(self, like: Likeness, read: bytes) -> bytes | None:
-        """The client's part of a read of several such chunks; None, and no record is kept, where one is another."""
-        journal, scan, at, chunks = self._journal, self._scan, 0, list[bytes]()
+        """The client's part of a read of several such chunks; None, and no record is kept, where one is another.
+
+        No such chunk has a line end of HTTP's within it, and whether its size is right, its scan finds out.
+        """
+        journal, scan, find, at, chunks = self._journal, self._scan, read.find, 0, list[bytes]()
         kept = 0 if journal is None else len(journal.kept)
-        for end in ends_of_chunks(read):
-            one = read[at:end]
-            if journal is None:
-                chunk = scan.plain(one, like.head, like.tail)
+        while at < len(read):
+            end = find(b"\r\n", find(b"\r\n", at) + 2) + 2
+            if end <= at or end - at == len(read):  # half a chunk, or one, which is another
+                chunk = None
+            elif journal is None:
+                chunk = scan.plain(read[at:end], like.head, like.tail)
             else:
-                chunk = scan.journaled(one, like.head, like.tail, journal.kept, journal.most)
+                chunk = scan.journaled(read[at:end], like.head, like.tail, journal.kept, journal.most)
             if chunk is None:
                 if journal is not None:
                     del journal.kept[kept:]
                 return None
             chunks.append(chunk)
             at = end
-        return b"".join(chunks) if chunks else None
+        return b"".join(chunks)
 
     def flush(self) -> bytes:
         """The bytes that were held back for a usage event that did not come."""

@@ -57,29 +57,6 @@ def journaled(read: bytes, head: bytes, tail: bytes, records: bytearray, most: i
     return b"".join((_size_line(len(event)), event, b"\r\n"))
 
 
-_LONGEST_SIZE = 12
-"""Bytes of a chunk's size and the line end behind it."""
-
-
-def ends_of_chunks(read: bytes) -> list[int]:
-    """Where each chunk of a read of several ends; none where the read is anything else.
-
-    Whether a size is written as it must be, the scan of its chunk finds out.
-    """
-    ends, at = list[int](), 0
-    while at < len(read):
-        line = read.find(b"\r\n", at, at + _LONGEST_SIZE)
-        size = read[at:line]
-        if line < 0 or not size.isalnum():
-            return []
-        try:
-            at = line + int(size, 16) + 4
-        except ValueError:
-            return []
-        ends.append(at)
-    return ends if at == len(read) and len(ends) > 1 else []
-
-
 _size_line = functools.lru_cache(maxsize=4096)(b"%x\r\n".__mod__)
 """Begins a chunk of so many bytes, as servers of nodes write it: in small letters, without a zero in front. Tokens of
 a stream differ little in their length, so nearly all are found in the cache."""

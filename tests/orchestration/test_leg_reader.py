@@ -424,3 +424,41 @@ async def test_what_waits_for_a_record_is_bounded() -> None:
     with pytest.raises(NodeFault) as raised:
         await leg.reader.read_next()
     assert raised.value.fault is Fault.INVALID_BODY
+
+
+class FramedRead(Pieces):
+    """Pieces that are read one by one, and then a read that is offered as it is framed; ``taken``: whether it was."""
+
+    def __init__(self, pieces: Sequence[bytes], read: bytes) -> None:
+        super().__init__(pieces)
+        self._read = read
+        self.taken: bool | None = None
+
+    async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
+        """See the port."""
+        assert chunk_sink is not None
+        self.taken = chunk_sink(self._read)
+
+
+@pytest.mark.parametrize(
+    "last", [b"", b"\r\n", b"5", b"5\r\n", b"5\r\nab", b"-8\r\n", b"0\r\n\r\n", b"\r\n\r\n", b"1\r\nx\r\n"]
+)
+@pytest.mark.parametrize("scan", SCANS, ids=lambda scan: scan.language)
+async def test_of_a_read_that_is_not_whole_chunks_of_text_alone_nothing_is_kept(scan: Scan, last: bytes) -> None:
+    (written,) = (each for each in recorded_streams() if each.name == "completion")
+    before, framed, journal = 6, b"".join(map(chunk_of, written.chunks[6:8])), Journal()
+    response = FramedRead(written.chunks[:before], framed + last)
+    reader = LegReader(response, Transcript(written.endpoint, Shape(1, stream=True)), 8, None, journal, scan)
+    await reader.read_first()
+    for _ in written.chunks[1:before]:
+        await reader.read_next()
+    kept, passed_on = journal.records(), bytearray()
+
+    def pass_on(chunk: bytes) -> bool:
+        passed_on.extend(chunk)
+        return True
+
+    await reader.pipe_to(lambda _: True, lambda _: True, pass_on)
+    assert (response.taken, bool(passed_on), journal.records() != kept) == (
+        (None, False, False) if last else (True,) * 3
+    )

@@ -1,13 +1,11 @@
 """A read that is one chunk with one event like the last one: in Python, and compiled where that was built."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.stream.journal import MOST_BYTES, RECORD_OF_ONE
-from pdproxy.stream.scan import PYTHON, Scan, compiled, ends_of_chunks
+from pdproxy.stream.scan import PYTHON, Scan, compiled
 
 HEAD, TAIL = b'data: {"id":"c-1","choices":[{"text":"', b',"finish_reason":null}]}\n\n'
 COMPILED = compiled()
@@ -141,20 +139,3 @@ def test_the_compiled_functions_look_at_what_they_are_given(wrong: object) -> No
             COMPILED.plain(*few)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             COMPILED.journaled(*few)  # type: ignore[arg-type]
-
-
-@given(st.lists(st.binary(min_size=1, max_size=40), min_size=2, max_size=5))
-def test_the_chunks_of_a_read_of_several_are_told_by_their_sizes(contents: list[bytes]) -> None:
-    chunks = [*map(chunk, contents)]
-    ends = ends_of_chunks(b"".join(chunks))
-    assert ends == [*itertools.accumulate(map(len, chunks))]
-    assert ends_of_chunks(b"".join(chunks)[:-1]) == []
-
-
-@pytest.mark.parametrize("size", [b"-8", b"-00000009", b"+5", b" 5", b"1_0", b"", b"5;x=y", b"123456789abcdef"])
-def test_a_size_that_is_none_ends_no_chunk(size: bytes) -> None:
-    assert ends_of_chunks(chunk(ONE) + size + b"\r\nabcde\r\n") == []
-
-
-def test_one_chunk_is_not_several() -> None:
-    assert ends_of_chunks(chunk(ONE)) == []
