@@ -267,9 +267,12 @@ def raise_if_aborted(endpoint: Endpoint, answer: Json) -> None:
 def json_object(raw: bytes) -> dict[str, object]:
     """A JSON object; anything else is an INVALID_BODY fault."""
     try:
-        return _checked_object(read_json(raw))
+        value: object = read_json(raw)
     except (ValueError, RecursionError) as error:
         raise _not_json(error) from error
+    if not isinstance(value, dict):
+        raise NodeFault(Fault.INVALID_BODY, f"the answer is a JSON {type(value).__name__}, not an object")
+    return value
 
 
 async def outlined_object(raw: bytes) -> dict[str, object]:
@@ -300,9 +303,3 @@ def _small(value: msgspec.Raw) -> object:
 
 def _not_json(error: Exception) -> NodeFault:
     return NodeFault(Fault.INVALID_BODY, f"the answer is not JSON: {error}")
-
-
-def _checked_object(value: object) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise NodeFault(Fault.INVALID_BODY, f"the answer is a JSON {type(value).__name__}, not an object")
-    return value

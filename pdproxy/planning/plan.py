@@ -32,6 +32,9 @@ class Candidates:
     __slots__ = ("_restricted", "_served", "bars", "book", "may_pair", "needs", "shared")
 
     def __init__(self, pool_state: PoolState, needs: PlanInput) -> None:
+        """Raises UnknownModel where no decode node, in whatever state, serves the model."""
+        if not pool_state.knows(needs.model):
+            raise UnknownModel(needs.model, pool_state.models)
         self.needs = needs
         self._served = served = pool_state.served(needs.model)
         self._restricted = bool(needs.excluded) or needs.partner is not None
@@ -143,7 +146,7 @@ def plan(pool_state: PoolState, needs: PlanInput, policy: PlanPolicy, turn: int)
         UnknownModel: no node serves the model.
         NoNode: none can take it now.
     """
-    candidates, local = _candidates(pool_state, needs), needs.local
+    candidates, local = Candidates(pool_state, needs), needs.local
     if local is None:
         pair = policy.routing.pair(candidates, turn)
         if pair is not None:
@@ -158,7 +161,7 @@ def plan(pool_state: PoolState, needs: PlanInput, policy: PlanPolicy, turn: int)
 
 def choose(pool_state: PoolState, role: Role, needs: PlanInput, policy: PlanPolicy, turn: int) -> Node:
     """The node that the policy chooses for a role's leg, by `plan`'s last resort where it has no ticket; raises so."""
-    candidates = _candidates(pool_state, needs)
+    candidates = Candidates(pool_state, needs)
     if role is Role.DECODE and needs.partner is None:
         last_resort = _last_resort(candidates, policy, turn)
         if last_resort is not None:
@@ -185,13 +188,6 @@ def _choose(
     if chosen is None:
         raise _lack(candidates, role, needs)
     return chosen
-
-
-def _candidates(pool_state: PoolState, needs: PlanInput) -> Candidates:
-    """Raises UnknownModel where no decode node, in whatever state, serves the model."""
-    if not pool_state.knows(needs.model):
-        raise UnknownModel(needs.model, pool_state.models)
-    return Candidates(pool_state, needs)
 
 
 def _why_no_pair(candidates: Candidates, needs: PlanInput, policy: PlanPolicy) -> LocalReason:

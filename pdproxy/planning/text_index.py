@@ -274,7 +274,7 @@ class TextIndex:
         for end in range(self._known(chain), 0, -1):
             met = self._marks[chain.hashes[end - 1]].met.get(place)
             if met is not None:
-                return end if self._live(met, now) else 0
+                return end if now - met <= self._life else 0
         return 0
 
     def _keep_state(self, chain: Chain, end: int, place: Place, now: float) -> None:
@@ -282,9 +282,6 @@ class TextIndex:
         if mark is not None:
             mark.states = mark.states or {}
             mark.states[place] = now
-
-    def _live(self, met: float, now: float) -> bool:
-        return now - met <= self._life
 
     def _bytes_per_token(self, model: str) -> float:
         size, tokens = self._sizes.get(model) or (BYTES_PER_TOKEN, 1.0)
