@@ -98,6 +98,12 @@ def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
     assert dead == []
 
 
+def test_every_picture_is_shown() -> None:
+    shown = {target for page in PAGES for target, _ in links(page)}
+    pictures = {path for kind in ("*.svg", "*.png") for path in (ROOT / "docs").glob(kind)}
+    assert {name_of(picture) for picture in pictures - shown} == set()
+
+
 def mentions() -> Iterator[tuple[str, Path, str]]:
     """The pages that other files name, such as comments, messages and alerts: who names it, the page, the heading."""
     folders = ("pdproxy", "connector", "deploy", "helm", "tests", ".github")

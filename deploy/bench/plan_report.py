@@ -17,6 +17,8 @@ WAYS: Mapping[str, str] = MappingProxyType(
         "http": "over HTTP, on loopback",
     }
 )
+PLOTTED = "http"
+"""The way of the plots on `docs/planning.md`."""
 Bounds = Mapping[tuple[str, str], tuple[float, float]]
 """By way and trace: the least possible share of computed tokens, and the greedy plan's."""
 
@@ -34,13 +36,13 @@ class Row(NamedTuple):
 
 
 def write_report(rows: Sequence[Row], bounds: Bounds, docs: Path | None) -> str:
-    """A table for each way and trace that has bounds; two plots for each way are written where ``docs`` is given."""
+    """A table for each way and trace that has bounds; the two plots are written where ``docs`` is given."""
     parts = list[str]()
     for way, said in WAYS.items():
         here = [row for row in rows if row.way == way and (way, row.trace) in bounds]
         parts += [f"\n## {said[0].upper()}{said[1:]}"] * bool(here)
         parts += [_table(here, trace, bounds[way, trace]) for trace in _traces(here)]
-        if docs is not None and here:
+        if docs is not None and here and way == PLOTTED:
             least = {trace: bounds[way, trace][0] * 100 for trace in _traces(here)}
             for name, plot in _plots(here, least).items():
                 (docs / f"planning-{way}-{name}.svg").write_text(plot, encoding="utf-8")
