@@ -221,6 +221,8 @@ def _on_gpu(options: Options, key: str, spec: NodeSpec, gpu: str) -> Launch:
         "MAX_MODEL_LEN": str(options.max_model_len),
         "GPU_MEMORY": str(round(options.gpu_memory / nodes, 3)),
         "LEASE_SECONDS": str(options.lease_seconds),
+        # Without an address vLLM publishes KV events at the machine's own, where the proxy does not ask.
+        "NODE_ADDRESS": HOST,
         f"{prefix}_GPUS": gpu,
         f"{prefix}_PORT": str(spec.port),
         f"{prefix}_SIDE_CHANNEL_PORT": str(spec.side_channel_port),
@@ -665,6 +667,9 @@ def check_answers(fleet: Fleet, known: Sequence[Answer], most_tokens: int) -> It
     yield compared("same tokens through both nodes as from one", list(zip(known, texts, strict=True)))
     grown = {counted: after[counted] - before[counted] for counted in after}
     yield from check_moved(grown, len(known), ["attention", *(["state"] * ('limit="state"' in metrics(fleet.decode)))])
+    batches = partial(count, fleet.front.admin_url, "pdproxy_kv_event_batches_total", outcome="applied")
+    holds(lambda: batches() > 0)
+    yield check_followed(batches())
 
 
 def handed_over(fleet: Fleet) -> dict[str, float]:
@@ -688,6 +693,13 @@ def check_moved(grown: Mapping[str, float], asked: int, groups: Sequence[str]) -
     yield Check("no prompt was computed twice", computed == 0, f"{computed:g} of {asked} on a decode node", advice)
     for group in groups:
         yield Check(f"{group} blocks moved", grown[group] > 0, f"{grown[group]:g} pulled", advice)
+
+
+def check_followed(batches: float) -> Check:
+    """Whether the proxy hears what nodes cache. Answers are right without, and plans are guesses."""
+    told = f"{batches:g} batches of KV events applied"
+    advice = "the proxy's log (logs/) names the port that it does not reach; docs/routing.md, 'KV events'"
+    return Check("the proxy follows what nodes cache", batches > 0, told, advice)
 
 
 # --- Attacks: tickets sent past the proxy, as somebody would who can reach a decode node, and noise. Each must leave

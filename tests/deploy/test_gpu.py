@@ -22,6 +22,7 @@ from deploy.gpu import (
     Stream,
     Verdict,
     check_fits,
+    check_followed,
     check_gpus,
     check_machine,
     check_model,
@@ -42,6 +43,7 @@ from deploy.gpu import (
 )
 from deploy.local.model.quiz import recite
 from deploy.local.node import NodeSpec, Role
+from deploy.local.ports import HOST
 from deploy.local.readiness import NotReadyError
 from tests.deploy.compose import resolved
 
@@ -114,6 +116,9 @@ class TestAnswers:
     def test_a_model_without_states_has_none_to_move(self) -> None:
         assert failing(check_moved(GROWN | {"state": 0.0}, 4, ["attention"])) == []
 
+    def test_a_proxy_that_hears_of_no_cache_fails(self) -> None:
+        assert failing(iter([check_followed(3), check_followed(0)])) == ["the proxy follows what nodes cache"]
+
     def test_prompts_are_the_tiny_models_and_grow_beyond_them(self) -> None:
         assert long_prompt(7, 300, 8) == recite(7, 300, 8).prompt()
         short, long = (len(long_prompt(7, tokens, 8)) for tokens in (2000, 8000))
@@ -183,6 +188,12 @@ class TestNodes:
         assert roles == ["kv_producer", "kv_consumer", "kv_consumer"]
         assert len({option(launch, "--port") for launch in launches}) == 3
         assert all(launch.environment[KEYS_VARIABLE] == KEY for launch in launches)
+
+    def test_nodes_publish_where_the_proxy_asks_for_them(self, options: Options) -> None:
+        """On a GPU the proxy got no KV event of nodes that had been given no address."""
+        told = [launch.environment for launch in pair(options, KEY)]
+        assert {each["VLLM_HOST_IP"] for each in told} == {HOST}
+        assert {each["VLLM_NIXL_SIDE_CHANNEL_HOST"] for each in told} == {HOST}
 
     def test_a_dry_run_is_of_the_nodes_of_the_demo(self, tmp_path: Path) -> None:
         prefill, decode = pair(options_of(["--cpu", "--folder", str(tmp_path / "x")]), KEY)
