@@ -1,7 +1,7 @@
 """`python -m deploy.bench.plan`: what the policies make of traces, simulated; with ``--rivals`` over HTTP, others too.
 
 Every outcome is kept as a file of its own, so that a long comparison can be made in parts; the tables and plots are of
-all that are there.
+all that are there, and ``--kept`` makes them without another run.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from deploy.bench import generators
 from deploy.bench.bounds import greedy, least_computed
 from deploy.bench.hybrid_cache import CacheShape
 from deploy.bench.outcome import Outcome
-from deploy.bench.plan_report import Row, write_report, write_tables
+from deploy.bench.plan_report import Row, against_others, write_report, write_tables
 from deploy.bench.recorded import mooncake, rescaled, weka
 from deploy.bench.replay import ReplayError, run
 from deploy.bench.routers import RIVALS, Router, make_environments, pdproxy
@@ -83,15 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.large:
         larger = [make(asked.seed) for make in generators.LARGE.values()]
         cases += [(way, fleet, trace) for way, fleet in LARGE_FLEETS.items() for trace in larger]
-    for way, nodes, trace in cases:
-        _simulate(way, trace, nodes, store)
-    status = _replay(traces, fleet, store, asked) if asked.rivals else 0
+    if not asked.kept:
+        for way, nodes, trace in cases:
+            _simulate(way, trace, nodes, store)
+    status = _replay(traces, fleet, store, asked) if asked.rivals and not asked.kept else 0
     bounds = {(way, trace.name): _bounds(trace, nodes) for way, nodes, trace in cases}
     bounds |= {("http", trace.name): bounds["simulated", trace.name] for trace in traces}
-    report = write_report(list(store.rows()), bounds, asked.docs)
+    rows = list(store.rows())
+    report, ratios = write_report(rows, bounds, asked.docs), against_others(rows, bounds)
     print(report)
+    print(f"\n{ratios}")
     if asked.write:
-        write_tables(asked.docs / "planning.md", report)
+        write_tables(asked.docs / "planning.md", report, ratios)
     return status
 
 
@@ -158,12 +161,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--large", action="store_true", help="64 + 64 nodes too (a minute)")
     parser.add_argument("--mooncake", nargs="*", default=[], type=Path, metavar="FILE", help="traces in that form")
     parser.add_argument("--weka", nargs="*", default=[], type=Path, metavar="FILE", help="traces in that form")
+    parser.add_argument("--kept", action="store_true", help="run nothing: report the outcomes of earlier runs")
     parser.add_argument("--limit", type=int, default=None, help="lines that are read of a file")
     parser.add_argument("--faster", type=float, default=1.0, help="times that recorded requests come faster")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, default=KEPT, help="where outcomes are kept (default %(default)s)")
     parser.add_argument("--docs", type=Path, default=None, help="where to write the plots; none are written without")
-    parser.add_argument("--write", action="store_true", help="write the tables into planning.md there, too")
+    parser.add_argument(
+        "--write", action="store_true", help="write the tables of these traces into planning.md there, too"
+    )
     return parser
 
 

@@ -1,6 +1,7 @@
 """Tables and plots of outcomes: pure, but for the plots' files."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,8 +18,8 @@ WAYS: Mapping[str, str] = MappingProxyType(
         "http": "over HTTP, on loopback",
     }
 )
-PLOTTED = "http"
-"""The way of the plots on `docs/planning.md`."""
+HTTP = "http"
+"""The way of the plots on `docs/planning.md`, and of comparisons with other proxies."""
 Bounds = Mapping[tuple[str, str], tuple[float, float]]
 """By way and trace: the least possible share of computed tokens, and the greedy plan's."""
 
@@ -42,23 +43,83 @@ def write_report(rows: Sequence[Row], bounds: Bounds, docs: Path | None) -> str:
         here = [row for row in rows if row.way == way and (way, row.trace) in bounds]
         parts += [f"\n## {said[0].upper()}{said[1:]}"] * bool(here)
         parts += [_table(here, trace, bounds[way, trace]) for trace in _traces(here)]
-        if docs is not None and here and way == PLOTTED:
+        if docs is not None and here and way == HTTP:
             least = {trace: bounds[way, trace][0] * 100 for trace in _traces(here)}
             for name, plot in _plots(here, least).items():
                 (docs / f"planning-{way}-{name}.svg").write_text(plot, encoding="utf-8")
     return "\n".join(parts)
 
 
+TIMES = "\N{MULTIPLICATION SIGN}"
+OURS = "pdproxy cache"
+"""The name of this project's proxy with its own policy; with more words after it, of clients that say less."""
+
+
+def against_others(rows: Sequence[Row], bounds: Bounds) -> str:
+    """Over HTTP: this project's proxy in multiples of the best other one in each column; "" where none ran."""
+    lines = list[str]()
+    here = [row for row in rows if row.way == HTTP and (HTTP, row.trace) in bounds]
+    for trace in _traces(here):
+        outcomes = [row.outcome for row in here if row.trace == trace]
+        others = [each for each in outcomes if not each.name.startswith("pdproxy ")]
+        ours = [each for each in outcomes if each.name.startswith(OURS)]
+        lines += [_ratios(trace, each, others, bounds[HTTP, trace][0]) for each in ours if others]
+    head = ["| | computed | of the least possible | mean first token | p99 |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *lines]) if lines else ""
+
+
+def _ratios(trace: str, ours: Outcome, others: Sequence[Outcome], least: float) -> str:
+    said = ours.name.removeprefix(OURS).strip() or "with sessions"
+    best = min(each.share for each in others), min(each.mean for each in others)
+    p99 = ours.percentile(0.99) / min(each.percentile(0.99) for each in others)
+    return (
+        f"| {trace}, {said} | {ours.share / best[0]:.2f} {TIMES} | {ours.share / least:.2f} {TIMES} "
+        f"| {ours.mean / best[1]:.2f} {TIMES} | {p99:.2f} {TIMES} |"
+    )
+
+
 TABLES_BEGIN = "## In one process, on a clock that is set"
 """The mark in `docs/planning.md`: from this line to its end stand the report's tables."""
+RATIOS_BEGIN, RATIOS_END = "<!-- against others -->", "<!-- end -->"
+"""The lines there between which `against_others` stands."""
 
 
-def write_tables(page: Path, report: str) -> None:
-    """Put a report's tables in the place of those on the page. Raises ValueError where the page has none."""
-    text, begin, _ = page.read_text(encoding="utf-8").partition(f"\n{TABLES_BEGIN}\n")
+def write_tables(page: Path, report: str, ratios: str = "") -> None:
+    """Put a report's tables in the place of those of the same ways and traces on the page; ``ratios`` likewise.
+
+    Raises:
+        ValueError: the page has no place for them.
+    """
+    text, begin, written = page.read_text(encoding="utf-8").partition(f"\n{TABLES_BEGIN}\n")
     if not begin:
         raise ValueError(f"{page} has no line {TABLES_BEGIN!r}")
-    page.write_text(f"{text.rstrip()}\n\n{report.strip()}\n", encoding="utf-8")
+    if ratios:
+        before, first, rest = text.partition(RATIOS_BEGIN)
+        between, last, after = rest.partition(RATIOS_END)
+        if not first or not last:
+            raise ValueError(f"{page} has no lines {RATIOS_BEGIN!r} and {RATIOS_END!r}")
+        text = f"{before}{first}\n{_with_newer_lines(between, ratios)}\n{last}{after}"
+    tables = _by_heading(f"\n{TABLES_BEGIN}\n{written}")
+    for heading, newer in _by_heading(f"\n{report}").items():
+        tables[heading] = {**tables.get(heading, {}), **newer}
+    parts = [f"{heading}\n\n" + "\n\n".join(each.values()) for heading, each in tables.items()]
+    page.write_text("\n\n".join([text.rstrip(), *parts]) + "\n", encoding="utf-8")
+
+
+def _with_newer_lines(table: str, newer: str) -> str:
+    """All lines of two tables of the same head; the newer one of those that begin alike."""
+    lines = {line.split("|")[1]: line for text in (table, newer) for line in text.strip().splitlines()}
+    return "\n".join(lines.values())
+
+
+def _by_heading(text: str) -> dict[str, dict[str, str]]:
+    """The tables below each heading, by the names of their traces."""
+    found = dict[str, dict[str, str]]()
+    for part in text.split("\n## ")[1:]:
+        heading, _, rest = part.partition("\n")
+        tables = re.split(r"\n\n(?=\S+: at least )", rest.strip())
+        found[f"## {heading}"] = {table.partition(":")[0]: table.strip() for table in tables if table.strip()}
+    return found
 
 
 def _traces(rows: Iterable[Row]) -> list[str]:

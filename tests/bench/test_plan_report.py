@@ -9,7 +9,16 @@ import pytest
 
 from deploy.bench.outcome import Outcome
 from deploy.bench.plan import Store, main
-from deploy.bench.plan_report import TABLES_BEGIN, Row, write_report, write_tables
+from deploy.bench.plan_report import (
+    RATIOS_BEGIN,
+    RATIOS_END,
+    TABLES_BEGIN,
+    TIMES,
+    Row,
+    against_others,
+    write_report,
+    write_tables,
+)
 from deploy.bench.svg import Bar, bars
 from pdproxy.nodes.node import DECODE, PREFILL
 
@@ -50,13 +59,59 @@ def test_outcomes_are_kept_and_reported(tmp_path: Path) -> None:
 def test_tables_are_written_in_the_place_of_earlier_ones(tmp_path: Path) -> None:
     page, rows = tmp_path / "planning.md", [Row("simulated", "chat", outcome())]
     report = write_report(rows, {("simulated", "chat"): (0.25, 0.3)}, None)
-    page.write_text(f"# Title\n\nText.\n\n{TABLES_BEGIN}\n\nolder: tables\n", encoding="utf-8")
+    page.write_text(f"# Title\n\nText.\n\n{TABLES_BEGIN}\n\nchat: at least one\n", encoding="utf-8")
     for _ in range(2):
         write_tables(page, report)
         assert page.read_text(encoding="utf-8") == f"# Title\n\nText.\n\n{report.strip()}\n"
     page.write_text("# Title\n", encoding="utf-8")
     with pytest.raises(ValueError, match="no line"):
         write_tables(page, report)
+
+
+def test_tables_of_other_traces_and_ways_stay(tmp_path: Path) -> None:
+    page = tmp_path / "planning.md"
+    over_http = "## Over HTTP, on loopback\n\nchat: at least 3 %\n\n| c |"
+    older = f"agents: at least 1 %\n\n| a |\n\nchat: at least 2 %\n\n| b |\n\n{over_http}"
+    page.write_text(f"# Title\n\n{TABLES_BEGIN}\n\n{older}\n", encoding="utf-8")
+    write_tables(page, write_report([Row("simulated", "chat", outcome())], {("simulated", "chat"): (0.25, 0.3)}, None))
+    text = page.read_text(encoding="utf-8")
+    for kept in (
+        "agents: at least 1 %\n\n| a |\n\nchat: at least 25.0%",
+        "\n\n## Over HTTP, on loopback\n\nchat: at least 3 %\n\n| c |\n",
+    ):
+        assert kept in text
+    assert "| b |" not in text
+
+
+def test_this_proxy_is_compared_with_the_best_other_in_each_column(tmp_path: Path) -> None:
+    bounds = {("http", "chat"): (0.2, 0.3), ("http", "agents"): (0.2, 0.3)}
+    slower, other = outcome("smg", p0=250), outcome("vllm-router", p0=350)
+    slower.first_tokens = [4 * each for each in slower.first_tokens]
+    ours = [outcome("pdproxy cache"), outcome("pdproxy session"), outcome("pdproxy cache without sessions", p0=50)]
+    rows = [Row("http", "chat", each) for each in (slower, other, *ours)]
+    ratios = against_others([*rows, Row("http", "agents", ours[0])], bounds)
+    assert ratios.replace(TIMES, "x").splitlines()[2:] == [
+        "| chat, with sessions | 1.12 x | 2.25 x | 1.00 x | 1.00 x |",
+        "| chat, without sessions | 0.50 x | 1.00 x | 1.00 x | 1.00 x |",
+    ]
+    page = tmp_path / "planning.md"
+    head = "| | computed | of the least possible | mean first token | p99 |\n|---|---|---|---|---|"
+    older = f"{head}\n| agents, with sessions | 2 |\n| chat, with sessions | 3 |"
+    page.write_text(f"{RATIOS_BEGIN}\n{older}\n{RATIOS_END}\n\nText.\n\n{TABLES_BEGIN}\n", encoding="utf-8")
+    write_tables(page, "", ratios)
+    agents, *chats = page.read_text(encoding="utf-8").splitlines()[3:6]
+    assert (agents, chats) == ("| agents, with sessions | 2 |", ratios.splitlines()[2:])
+    page.write_text(f"Text.\n\n{TABLES_BEGIN}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="no lines"):
+        write_tables(page, "", ratios)
+
+
+def test_earlier_runs_are_reported_without_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for made in (outcome("pdproxy cache"), outcome("smg")):
+        Store(tmp_path).keep("http", "no-reuse", made)
+    assert main(["--traces", "no-reuse", "--keep", str(tmp_path), "--kept"]) == 0
+    assert "| no-reuse, with sessions | 1.00 x |" in capsys.readouterr().out.replace(TIMES, "x")
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_recorded_traces_are_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
