@@ -8,7 +8,6 @@ bucket goes when that is full.
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 from pdproxy.clock import Clock
 from pdproxy.errors import ClientError
@@ -29,6 +28,8 @@ class TokenBucket:
 
     def level(self, now: float) -> float:
         """The rest at this moment; below 0 for a debt."""
+        if now == self._at:
+            return self._level
         full = float(self.per_minute)
         self._level = min(full, self._level + (now - self._at) * full / 60)
         self._at = now
@@ -74,7 +75,8 @@ class RateLimits:
     def __init__(self, clock: Clock, metrics: Metrics) -> None:
         self._clock = clock
         self._metrics = metrics
-        self._buckets: dict[str, Buckets] = {}
+        self._buckets: dict[str, tuple[KeyLimits, Buckets]] = {}
+        """By key, with the limits for which they were made."""
 
     def charge_request(self, api_key: ApiKey) -> "RateCharge | None":
         """A request of a key has come; None where the key has no such limit.
@@ -90,7 +92,10 @@ class RateLimits:
         return charge
 
     def _of(self, name: str, limits: KeyLimits) -> Buckets:
-        buckets, now = self._buckets.setdefault(name, {}), self._clock.now()
+        known, buckets = self._buckets.get(name, (None, {}))
+        if known is limits:
+            return buckets
+        self._buckets[name], now = (limits, buckets), self._clock.now()
         for kind in _KINDS:
             most: int | None = getattr(limits, kind.field)
             if most is None:
@@ -116,8 +121,9 @@ class RateCharge:
 
     def charge_request(self) -> None:
         """The request has come: charge one request. Raises as `RateLimits.charge_request`."""
-        self._require({REQUESTS: 1, INPUT: 1, OUTPUT: 1})
-        self._take({REQUESTS: 1})
+        now = self._clock.now()
+        self._require({REQUESTS: 1, INPUT: 1, OUTPUT: 1}, now)
+        self._take({REQUESTS: 1}, now)
 
     def expect(self, prompt: int, answers: int) -> None:
         """The request will have about so many tokens.
@@ -125,9 +131,10 @@ class RateCharge:
         Raises:
             ClientError: 429: they are not left.
         """
-        self._require({INPUT: prompt, OUTPUT: answers})
-        self._expected = {INPUT: prompt, OUTPUT: answers}
-        self._take(self._expected)
+        now, expected = self._clock.now(), {INPUT: prompt, OUTPUT: answers}
+        self._require(expected, now)
+        self._expected = expected
+        self._take(expected, now)
 
     def answered(self) -> None:
         """The request is being answered: it has cost what was expected, unless a node tells otherwise."""
@@ -142,24 +149,28 @@ class RateCharge:
     def settle(self) -> None:
         """The request has ended: charge what it cost in place of what was expected; nothing if it was not answered."""
         if self._told or not self._answered:
-            self._take({kind: self._used[kind] - self._expected[kind] for kind in self._used})
+            used, expected = self._used, self._expected
+            more = {INPUT: used[INPUT] - expected[INPUT], OUTPUT: used[OUTPUT] - expected[OUTPUT]}
+            self._take(more, self._clock.now())
 
     def headers(self) -> Headers:
         """The rest of each limit, as OpenAI's API says it; for tokens, the limit with the smallest rest."""
-        now = self._clock.now()
-        requests = [self._buckets[REQUESTS]] if REQUESTS in self._buckets else []
-        tokens = [bucket for kind, bucket in self._buckets.items() if kind is not REQUESTS]
-        tightest = sorted(tokens, key=lambda bucket: bucket.level(now) / bucket.per_minute)[:1]
-        each = (("requests", requests), ("tokens", tightest))
-        return tuple(pair for counts, buckets in each for bucket in buckets for pair in _headers(counts, bucket, now))
+        now, requests, tightest, least = self._clock.now(), None, None, math.inf
+        for kind, bucket in self._buckets.items():
+            if kind is REQUESTS:
+                requests = bucket
+            elif (part := bucket.level(now) / bucket.per_minute) < least:
+                tightest, least = bucket, part
+        told = () if requests is None else _headers("requests", requests, now)
+        return told if tightest is None else (*told, *_headers("tokens", tightest, now))
 
-    def _require(self, wanted: dict[_RateKind, int]) -> None:
-        now = self._clock.now()
-        bounded = [(kind, self._buckets[kind]) for kind in wanted if kind in self._buckets]
-        waits = [(bucket.seconds_until(wanted[kind], now), kind) for kind, bucket in bounded]
-        seconds, kind = max(waits, key=lambda wait: wait[0], default=(0.0, REQUESTS))
-        if seconds > 0:
-            raise self._refused(kind, wanted[kind], seconds)
+    def _require(self, wanted: dict[_RateKind, int], now: float) -> None:
+        longest, lacking, buckets = 0.0, None, self._buckets
+        for kind, amount in wanted.items():
+            if kind in buckets and (seconds := buckets[kind].seconds_until(amount, now)) > longest:
+                longest, lacking = seconds, kind
+        if lacking is not None:
+            raise self._refused(lacking, wanted[lacking], longest)
 
     def _refused(self, kind: _RateKind, wanted: int, seconds: float) -> ClientError:
         self._metrics.rejected(kind.reason, self._key)
@@ -170,17 +181,18 @@ class RateCharge:
         headers = (("retry-after", str(wait)), *self.headers())
         return ClientError(429, text, kind=kind.counts, code="rate_limit_exceeded", headers=headers)
 
-    def _take(self, amounts: dict[_RateKind, int]) -> None:
-        now = self._clock.now()
+    def _take(self, amounts: dict[_RateKind, int], now: float) -> None:
         for kind, amount in amounts.items():
             if kind in self._buckets:
                 self._buckets[kind].spend(amount, now)
 
 
-def _headers(counts: str, bucket: TokenBucket, now: float) -> Iterator[tuple[str, str]]:
-    yield f"x-ratelimit-limit-{counts}", str(bucket.per_minute)
-    yield f"x-ratelimit-remaining-{counts}", str(max(0, math.floor(bucket.level(now))))
-    yield f"x-ratelimit-reset-{counts}", duration(bucket.seconds_until(math.inf, now))
+def _headers(counts: str, bucket: TokenBucket, now: float) -> Headers:
+    return (
+        (f"x-ratelimit-limit-{counts}", str(bucket.per_minute)),
+        (f"x-ratelimit-remaining-{counts}", str(max(0, math.floor(bucket.level(now))))),
+        (f"x-ratelimit-reset-{counts}", duration(bucket.seconds_until(math.inf, now))),
+    )
 
 
 def duration(seconds: float) -> str:
