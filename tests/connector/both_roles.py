@@ -98,6 +98,7 @@ class World:
     def __post_init__(self) -> None:
         self.rng = rng = Random(self.seed)
         self.groups = rng.choice((HYBRID, HYBRID, DENSE))
+        self.unit = rng.choice((None, 4, 8)) if self.groups is HYBRID else None
         self.blocks = rng.randint(20, 44)
         self.budget = rng.choice((64, 128, 4096))
         self.pace = PACES[rng.choice(sorted(PACES))]
@@ -111,7 +112,14 @@ class World:
         name = f"engine-{self.made}"
         scheduling = {"max_num_batched_tokens": self.budget, "max_num_scheduled_tokens": self.budget}
         with at_pace(self.pace):
-            node = make_node("kv_both", self.groups, engine_id=name, num_blocks=self.blocks, scheduling=scheduling)
+            node = make_node(
+                "kv_both",
+                self.groups,
+                engine_id=name,
+                num_blocks=self.blocks,
+                unit=self.unit,
+                scheduling=scheduling,
+            )
         self.peers[name] = Peer(name, node, node.free_blocks)
         return self.peers[name]
 
