@@ -18,8 +18,8 @@ come back by themselves, when requests that run have ended. In four cases they d
 `AdmissionControl` changes a connector's answer to `get_num_new_matched_tokens` in these cases:
 
     the request cannot fit before a quarantine ends         None: vLLM skips it in this step, and asks the next one
-    vLLM refused it while no request held blocks,
-    and it has a local hit that ends inside a block         None, once: such hits leave the prefix cache
+    it may not fit into the unused cache beside the copies
+    of blocks inside which a local hit ends                 None, once: such hits leave the prefix cache
     its load has failed, and it may not fit now             None, once: vLLM puts it behind requests that hold blocks
     its load may fill the cache, and no request computes    None: vLLM skips it in this step; 0 in an unused cache
     its load was offered and not admitted,
@@ -96,6 +96,7 @@ class AdmissionControl:
         self._failed: set[str] = set()
         self._refused: dict[str, tuple[int, int]] = {}
         """Blocks in quarantine, and admissions so far, when vLLM refused the request."""
+        self._looked_through: set[str] = set()
         self._aside: set[str] = set()
         self._admitted = 0
 
@@ -105,8 +106,7 @@ class AdmissionControl:
 
     def __len__(self) -> int:
         """How many requests have an entry here."""
-        sets = (self._offered, self._loading, self._computing, self._failed, self._aside, self._refused.keys())
-        return len(frozenset().union(*sets))
+        return len(frozenset().union(*self._sets(), self._refused))
 
     def answer(self, request: Request, answer: Answer) -> Answer:
         """The connector's answer, or another one, where this would hold others up."""
@@ -131,9 +131,12 @@ class AdmissionControl:
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
-        for requests in (self._offered, self._loading, self._computing, self._failed, self._aside):
+        for requests in self._sets():
             requests.discard(request_id)
         self._refused.pop(request_id, None)
+
+    def _sets(self) -> tuple[set[str], ...]:
+        return self._offered, self._loading, self._computing, self._failed, self._looked_through, self._aside
 
     def _has_just_failed(self, request_id: str) -> bool:
         """Whether the request's load has failed since it was asked about last: vLLM asks again only then, for what was
@@ -150,11 +153,17 @@ class AdmissionControl:
         return self._refused.get(request_id) == (room.held, self._admitted)
 
     def _forgets_partial_hits(self, request: Request, room: _Room) -> bool:
-        """Whether hits that end inside a block were in the way, and have left the prefix cache."""
-        if not self._was_refused(request.request_id, room) or not self._local_hits.forget_partial_hits(request):
+        """Whether hits that end inside a block may be in the way, and have left the prefix cache."""
+        request_id = request.request_id
+        if self._sizes.with_copies(request.num_tokens) <= room.reachable:
             return False
-        del self._refused[request.request_id]
-        log.warning(_NO_PARTIAL_HIT, request.request_id)
+        if request_id in self._looked_through and not self._was_refused(request_id, room):
+            return False
+        self._looked_through.add(request_id)
+        if not self._local_hits.forget_partial_hits(request):
+            return False
+        self._refused.pop(request_id, None)
+        log.warning(_NO_PARTIAL_HIT, request_id)
         return True
 
     def _waits_for_quarantine(self, request: Request, room: _Room) -> bool:

@@ -161,6 +161,10 @@ class SequenceBlocks:
         """Not less than vLLM asks for."""
         return sum(group.blocks(tokens) for group in self.growing) + sum(group.peak for _, group in self.bounded)
 
+    def with_copies(self, tokens: int) -> int:
+        """Not less than vLLM asks for where a local hit ends inside a block, of which each group needs a copy."""
+        return self.most(tokens) + len(self.growing) + len(self.bounded)
+
 
 def sequence_blocks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SequenceBlocks:
     """For one engine; groups in host memory have another pool."""

@@ -136,34 +136,45 @@ def test_a_preempted_request_needs_its_next_block(admission: AdmissionControl, c
     assert asked(admission, Request("a", 160, num_preemptions=1), COMPUTE) == COMPUTE
 
 
-def test_a_hit_inside_a_block_goes_where_vllm_refuses_the_request_in_an_unused_cache(
-    admission: AdmissionControl, cache: Cache
-) -> None:
-    cache.partial_hits = {"a", "b"}
-    assert [asked(admission, A, COMPUTE) for _ in range(3)] == [COMPUTE, ASIDE, COMPUTE]
-    assert cache.partial_hits == {"b"}
+LARGE = Request("large", 288)
+"""18 blocks of attention and 2 of state fill the cache; with copies it would be 22."""
 
 
-@pytest.mark.parametrize("change", ["a request holds blocks", "one was admitted"])
-def test_a_hit_inside_a_block_stays_while_something_else_may_make_room(
-    admission: AdmissionControl, cache: Cache, change: str
-) -> None:
-    cache.partial_hits = {"a"}
-    for _ in range(3):
-        if change == "one was admitted":
-            admission.on_admitted("b", 0)
-        else:
-            cache.pool.free = 11
-        assert asked(admission, A, COMPUTE) == COMPUTE
+def test_hits_inside_blocks_are_forgotten_where_copies_may_not_fit(admission: AdmissionControl, cache: Cache) -> None:
+    cache.partial_hits = {"large", "a"}
+    assert [asked(admission, LARGE, COMPUTE) for _ in range(3)] == [ASIDE, COMPUTE, COMPUTE]
+    assert asked(admission, A, COMPUTE) == COMPUTE
     assert cache.partial_hits == {"a"}
 
 
-def test_a_hit_inside_a_block_goes_before_a_request_steps_aside(admission: AdmissionControl, cache: Cache) -> None:
+def test_hits_inside_blocks_are_looked_for_again_once_vllm_has_refused_the_request(
+    admission: AdmissionControl, cache: Cache
+) -> None:
+    assert asked(admission, LARGE, COMPUTE) == COMPUTE
+    cache.partial_hits = {"large"}
+    assert [asked(admission, LARGE, COMPUTE) for _ in range(2)] == [ASIDE, COMPUTE]
+
+
+@pytest.mark.parametrize("change", ["a request holds blocks", "one was admitted"])
+def test_hits_inside_blocks_are_not_looked_for_in_each_step(
+    admission: AdmissionControl, cache: Cache, change: str
+) -> None:
+    assert asked(admission, LARGE, COMPUTE) == COMPUTE
+    cache.partial_hits = {"large"}
+    for _ in range(3):
+        admission.on_admitted("b", 0)
+        cache.pool.free = 11 if change == "a request holds blocks" else 20
+        assert asked(admission, LARGE, COMPUTE) == COMPUTE
+    assert cache.partial_hits == {"large"}
+
+
+def test_hits_inside_blocks_are_forgotten_before_a_request_steps_aside(
+    admission: AdmissionControl, cache: Cache
+) -> None:
     cache.partial_hits = {"a"}
     cache.quarantine(9)
-    assert [asked(admission, A, COMPUTE) for _ in range(2)] == [COMPUTE, ASIDE]
+    assert [asked(admission, A, COMPUTE) for _ in range(3)] == [ASIDE, COMPUTE, ASIDE]
     assert not cache.partial_hits
-    assert [asked(admission, A, COMPUTE) for _ in range(2)] == [COMPUTE, ASIDE]
 
 
 def fail_to_load(admission: AdmissionControl, request: Request) -> None:

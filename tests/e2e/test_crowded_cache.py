@@ -1,4 +1,4 @@
-"""A decode node whose cache holds one long prompt: a read that ends badly holds up nobody else.
+"""A decode node whose cache holds one long prompt: reads that end badly, or fill it, hold up nobody else.
 
 The prefill node is killed, or frozen, while the decode node reads a prompt of 2,150 tokens into 12 of its 23 blocks. A
 short request without a ticket comes behind it. Deadlines are the defaults.
@@ -25,6 +25,8 @@ BLOCKS = 24
 LONGEST = 2560
 LONG, SHORT = 2150, 300
 """Tokens of a prompt."""
+BLOCK = 256
+"""Tokens of a block."""
 SECONDS = 15.0
 """For an answer. Without `connector.admission` both requests waited for as long as their clients did."""
 POSTED_S = 1.0
@@ -56,9 +58,10 @@ class Scene:
         ticket = prefill(self.prefill.url, question.prompt()) if struck else None
         if struck:
             strike(self.prefill.part, ProcessFault.STOPPED)
-        return self.pool.submit(self._answered, question, ticket)
+        return self.pool.submit(self.answered, question, ticket)
 
-    def _answered(self, question: Quiz, ticket: Params | None) -> float:
+    def answered(self, question: Quiz, ticket: Params | None) -> float:
+        """Seconds until the right answer."""
         began = time.monotonic()
         assert complete(self.decode.url, question.prompt(), params=ticket).text == question.answer
         return time.monotonic() - began
@@ -105,6 +108,19 @@ def test_a_prefill_node_that_is_frozen_in_mid_read(scene: Scene) -> None:
     assert time.monotonic() - woken < SECONDS
     scene.until(lambda: scene.usage() == 0)
     hand_over(scene.prefill.url, scene.decode.url, scene.question(SHORT))
+
+
+def test_reads_that_take_all_blocks_between_them(scene: Scene) -> None:
+    """12 blocks and 11: each has its state's next block to wait for. The prefill node stands still until both are asked
+    for, so that none computes meanwhile."""
+    tickets = [(each, prefill(scene.prefill.url, each.prompt())) for each in map(scene.question, (LONG, LONG - BLOCK))]
+    strike(scene.prefill.part, ProcessFault.STOPPED)
+    answered = [scene.pool.submit(scene.answered, *each) for each in tickets]
+    scene.until(lambda: scene.usage() > 0.4)
+    time.sleep(POSTED_S)
+    go_on(scene.prefill.part)
+    assert max(each.result(timeout=PATIENCE_S) for each in answered) < SECONDS
+    scene.until(lambda: scene.usage() == 0)
 
 
 def test_a_prefill_node_that_is_killed_in_mid_read(scene: Scene) -> None:
