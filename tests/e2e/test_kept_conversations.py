@@ -5,6 +5,7 @@ kept is there afterwards, and the answers are those of one engine that has room 
 what was hit.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ import httpx
 import pytest
 
 from deploy.local.model.quiz import Quiz, quiz
-from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role
-from deploy.local.stack import Proxy, ProxySpec, logs_of, start_nodes, start_proxy
+from deploy.local.node import SERVED_NAME, Node, NodeSpec, Role, start_node
+from deploy.local.stack import Proxy, ProxySpec, await_nodes, logs_of, start_nodes, start_proxy
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
 from tests.e2e.legs import TO_HAND_OVER, Completion, Params, complete
 from tests.e2e.metrics_reader import read, watch
+from tests.e2e.process_faults import ProcessFault, strike
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(600)]
 
@@ -31,6 +33,9 @@ OTHERS_AT_ONCE = 2
 SECONDS = 300
 SHARE = 0.6
 """Of the decode node's cache. The prefill node has the default, 0.3."""
+AGAIN_WITHIN_S = 60.0
+STOPPED_WITHIN_S = 20.0
+"""Far below SECONDS and the hour for which the proxy has a conversation kept."""
 ENOUGH = 0.95
 """Of the tokens of a first turn's prompt, what the next turn must hit where they are kept."""
 
@@ -45,9 +50,13 @@ class Scene:
     alone: Node
     seeds: Iterator[int]
 
+    def talk(self) -> Quiz:
+        """A conversation that no node has seen."""
+        return quiz(next(self.seeds), TOKENS)
+
     def talks(self) -> list[Quiz]:
-        """Conversations that no node has seen."""
-        return [quiz(next(self.seeds), TOKENS) for _ in range(TALKS)]
+        """As many as a test needs."""
+        return [self.talk() for _ in range(TALKS)]
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,16 @@ def keep(talk: Quiz, seconds: float = SECONDS) -> Params:
     """The order for a turn of this conversation, which is known by its first line."""
     name, number = talk.lines[0]
     return {"pdproxy_keep": {"id": f"conversation-of-{name}-{number}", "seconds": seconds}}
+
+
+def through(proxy: Proxy, question: Quiz, **more: str) -> Completion:
+    """The answer that a client gets. Raises httpx.HTTPError."""
+    body = {"model": SERVED_NAME, "prompt": question.prompt(), "max_tokens": 8, "temperature": 0, **more}
+    answer = httpx.post(f"{proxy.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+    got = answer.raise_for_status().json()
+    usage = got["usage"]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Completion(got["choices"][0]["text"], None, usage["prompt_tokens"], cached, ())
 
 
 def pause(talks: Sequence[Quiz], others: Sequence[Quiz], ask: Ask) -> list[Turns]:
@@ -166,15 +185,8 @@ def test_the_proxy_has_a_node_keep_what_clients_ask_for(scene: Scene, proxy: Pro
     def ask(talk: Quiz, turn: int) -> Completion:
         if turn == 2 and not kept:
             kept.append(read(node.url, "pdproxy_connector_keeps"))
-        question = talk.at_turn(max(turn, 1))
-        body = {"model": SERVED_NAME, "prompt": question.prompt(), "max_tokens": 8, "temperature": 0}
-        if turn == 1:
-            body["prompt_cache_retention"] = "in_memory"
-        answer = httpx.post(f"{proxy.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
-        got = answer.raise_for_status().json()
-        usage = got["usage"]
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Completion(got["choices"][0]["text"], None, usage["prompt_tokens"], cached, ())
+        more = {"prompt_cache_retention": "in_memory"} if turn == 1 else {}
+        return through(proxy, talk.at_turn(max(turn, 1)), **more)
 
     hits = watch(node.url, "keeps_ended", reason="hit")
     turns = pause(talks, scene.talks(), ask)
@@ -182,3 +194,72 @@ def test_the_proxy_has_a_node_keep_what_clients_ask_for(scene: Scene, proxy: Pro
     assert hits.grown() >= kept[0]
     as_one_engine(scene, talks, turns)
     assert read(proxy.admin_url, "pdproxy_keeps_total", outcome="kept") >= kept[0]
+
+
+@dataclass
+class Keeper:
+    """A proxy before the prefill node and the decode node, and what a node that goes away costs its conversations."""
+
+    scene: Scene
+    proxy: Proxy
+
+    @property
+    def node(self) -> str:
+        """The prefill node, for operators."""
+        return f"{self.proxy.admin_url}/nodes/prefill-0"
+
+    def operate(self, verb: str) -> None:
+        """Raises httpx.HTTPError."""
+        httpx.post(f"{self.node}/{verb}", timeout=REQUEST_TIMEOUT_S, trust_env=False).raise_for_status()
+
+    def begin(self) -> Quiz:
+        """A conversation that the prefill node keeps from now on."""
+        talk, begun = self.scene.talk(), watch(self.scene.prefill.url, "keeps_begun")
+        self.answers(talk, 1, prompt_cache_retention="in_memory")
+        begun.reaches(1)
+        return talk
+
+    def answers(self, talk: Quiz, turn: int, **more: str) -> None:
+        """A turn of it gets its answer."""
+        assert through(self.proxy, talk.at_turn(turn), **more).text == talk.at_turn(turn).answer
+
+    def becomes(self, state: str) -> None:
+        """AssertionError if the node does not within AGAIN_WITHIN_S."""
+        limit = time.monotonic() + AGAIN_WITHIN_S
+        while (seen := httpx.get(self.node, trust_env=False).raise_for_status().json()["state"]) != state:
+            assert time.monotonic() < limit, f"{self.node} is {seen}, not {state}"
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def keeper(scene: Scene) -> Keeper:
+    """Each prompt is handed over while there is a prefill node."""
+    spec = ProxySpec(more_environment={"PDPROXY_POLICY_ITL_BUDGET": "0"})
+    return Keeper(scene, start_proxy(scene.supervisor, spec, [scene.prefill, scene.decode], print))
+
+
+def test_a_node_that_goes_away_loses_its_keeps_and_nothing_else(scene: Scene, keeper: Keeper) -> None:
+    """It is drained and rejoins; it is stopped, as for an upgrade, and started anew; it is killed."""
+    talk = keeper.begin()
+    keeper.operate("drain")
+    keeper.becomes("draining")
+    keeper.answers(talk, 2)
+    forgotten = watch(scene.prefill.url, "keeps_ended", reason="forgotten")
+    keeper.operate("rejoin")
+    keeper.becomes("up")
+    talk = keeper.begin()
+    forgotten.reaches(1)  # that of the conversation that went elsewhere meanwhile
+
+    began = time.monotonic()
+    scene.supervisor.stop(scene.prefill.part)
+    assert time.monotonic() - began < STOPPED_WITHIN_S, "it waited for its keeps"
+    keeper.answers(talk, 2)
+    scene.prefill = start_node(scene.supervisor, scene.prefill.spec)
+    await_nodes(scene.supervisor, [scene.prefill], print)
+    keeper.becomes("up")
+    assert read(scene.prefill.url, "pdproxy_connector_keeps") == 0
+
+    talk = keeper.begin()
+    strike(scene.prefill.part, ProcessFault.KILLED)
+    keeper.answers(talk, 2)
+    scene.supervisor.stop(scene.prefill.part)
