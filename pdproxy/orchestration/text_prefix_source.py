@@ -11,7 +11,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.prefix_source import RealHit
 from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
-from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place, PromptHits
 from pdproxy.planning.renderings import HashesByScheme, KnownPrefix, Rendering
 from pdproxy.planning.text_chain import Chain, chain_of_completion, chain_of_ids, chain_of_text
 from pdproxy.planning.text_index import KeptStates, TextIndex
@@ -45,17 +45,16 @@ class TextPrefixSource:
         if not asked.chain.hashes:
             return None
         tokens, hits = self._tokens(asked, sub_request), dict[Place, Hit]()
-        nodes, cuts = self._pool.state().by_name, dict[tuple[object, Hit], Hit | None]()
+        nodes, cuts = self._pool.state().by_name, dict[tuple[object, Hit], Hit]()
         for place, hit in self._index.look_up(asked.chain, self._clock.now()).items():
             node = nodes.get(place.node)
-            if node is None:
-                continue
-            key = node.match_rule, hit
-            if key not in cuts:  # many places have the same of a system prompt
-                cuts[key] = _in_blocks(node, hit, tokens)
-            cut = cuts[key]
-            if cut is not None:
-                hits[place] = cut
+            if node is not None:
+                key = node.match_rule, hit
+                cut = cuts.get(key)  # many places have the same of a system prompt
+                if cut is None:
+                    cut = cuts[key] = _in_blocks(node, hit, tokens)
+                if cut is not NO_HIT:
+                    hits[place] = cut
         return PromptHits(tokens, HitSource.APPROXIMATION, hits)
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
@@ -130,8 +129,8 @@ def _chain(sub_request: SubRequest) -> tuple[Chain, bool]:
     return chain_of_text(model, salt, parts), cut
 
 
-def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit | None:
-    """A hit in whole blocks of its node, which computes the last token in any case; None where none is left.
+def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit:
+    """A hit in whole blocks of its node, which computes the last token in any case; `NO_HIT` where none is left.
 
     A node without state groups resumes wherever its attention blocks end; others at a state, which is kept at the last
     boundary before the last token that was computed. Of a prefill leg that is earlier than the prompt's.
@@ -142,6 +141,6 @@ def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit | None:
         earlier = covered_tokens(node, earlier) if earlier else 0
     attention = min(hit.attention, leg - 1) // block * block
     if attention <= 0:
-        return None
+        return NO_HIT
     resume = min(max(earlier - 1, 0) // block * block, attention)
     return Hit(attention, resume if node.keeps_states else attention)
