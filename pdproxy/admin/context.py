@@ -97,6 +97,14 @@ def readiness(context: AdminContext) -> Readiness:
     return Readiness.DEGRADED if context.hand_overs.why else Readiness.READY
 
 
+def unserved_since(context: AdminContext) -> float:
+    """The monotonic second since which no request can be served for want of nodes; -inf where nobody knows."""
+    if readiness(context) is Readiness.NO_PREFILL:
+        return context.pool.lost_at(Role.PREFILL)
+    roles = tuple(Role) if context.on_no_decode is OnNoDecode.PREFILL else (Role.DECODE,)
+    return max(map(context.pool.lost_at, roles))
+
+
 def _serving(pool_state: PoolState, role: Role) -> bool:
     """Whether a node of the role takes requests; a node that is being probed takes one at a time."""
     return any(role in view.node.roles and view.state in SERVING for view in pool_state.nodes)

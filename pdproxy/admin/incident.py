@@ -14,13 +14,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from pdproxy.admin.losses import loss
 from pdproxy.admin.seen import JUST_NOW, WINDOW, Seen, duration, of_role
 from pdproxy.nodes.node import NodeView, Outage, Role, State
-from pdproxy.observe.labels import Outcome
+from pdproxy.observe.labels import Outcome, Rejection
 from pdproxy.orchestration.in_flight import BadEnd, LegFault
 
 MOST_NAMES = 3
 _GOING = (State.DRAINING, State.TERMINATING)
 _OUT_WORDS = {State.PROBING: "out", State.JOINING: "trying to join"}
 """Words for states whose own names say too little to an operator."""
+_LIMITS = {
+    Rejection.KEY_LIMIT: "an API key has as many open as it may (its concurrency, or limits.key_concurrency)",
+    Rejection.REQUEST_RATE: "an API key has had its requests of a minute (its requests_per_minute)",
+    Rejection.INPUT_RATE: "an API key has had its input tokens of a minute (its input_tokens_per_minute)",
+    Rejection.OUTPUT_RATE: "an API key has had its output tokens of a minute (its output_tokens_per_minute)",
+    Rejection.QUEUE_FULL: "all nodes are full, and so is the queue, which all keys share (limits.queue)",
+    Rejection.QUEUE_TIMEOUT: "all nodes are full, and none had room in time (limits.queue_seconds)",
+    Rejection.BODIES_FULL: "requests hold as many bytes as they may, of all keys together (limits.held_bytes)",
+}
+"""Why requests are turned away, with the setting to look at."""
 
 
 class Cause(enum.StrEnum):
@@ -169,10 +179,11 @@ def _of_hand_overs(seen: Seen) -> Iterator[Finding]:
 
 def _of_ends(seen: Seen, cause: Cause) -> Iterator[Finding]:
     began = seen.now - _first(seen.recent.bad, seen.now)
-    if cause is Cause.LOAD:
-        text = "Requests were turned away: too many run or wait, or an API key has had what it may."
-        yield Finding(text, began)
-    elif cause is Cause.PROXY and not seen.not_ready and not silent_roles(seen):
+    for limit, count in seen.turned_away_now().most_common():
+        first = _first([end for end in seen.recent.bad if end.limit is limit], seen.now)
+        text = f"Requests were turned away: {_LIMITS[limit]}. {count:,} in the last {JUST_NOW:.0f} s."
+        yield Finding(text, seen.now - first)
+    if cause is Cause.PROXY and not seen.not_ready and not silent_roles(seen):
         yield Finding("Requests failed, and no leg on a node did: the log names each of them.", began)
 
 
@@ -219,7 +230,12 @@ def _wrong(seen: Seen) -> set[str]:
 
 
 def _since(seen: Seen, cause: Cause) -> float | None:
-    """Seconds ago when the first thing began that is wrong now and of this cause; None where nobody knows."""
+    """Seconds ago when the first thing began that is wrong now and of this cause; None where nobody knows.
+
+    Where nothing is served, the last node's end counts: that is when clients began to get errors.
+    """
+    if seen.not_ready and seen.unserved_since > -math.inf:
+        return seen.now - seen.unserved_since
     began = list(seen.hand_overs.began.values()) if cause is Cause.HAND_OVERS else _of_ends_and_nodes(seen)
     since = min(began, default=math.inf)
     return None if since == math.inf else seen.now - since
@@ -256,14 +272,11 @@ def _first(events: Iterable[LegFault | BadEnd], now: float) -> float:
 
 
 def _hit(seen: Seen) -> Impact:
-    """Counts are those of whole minutes: exact enough where of a flood not every end is kept."""
-    recent, bad = seen.recent, seen.bad()
-    counts, dropped = recent.counts(seen.now - WINDOW), len(recent.bad) == recent.bad.maxlen
-    outcomes = counts if dropped else collections.Counter(end.outcome for end in bad)
+    bad = seen.bad()
     return Impact(
-        requests=max(counts.total(), len(bad)),
-        failed=outcomes[Outcome.FAILED],
-        rejected=outcomes[Outcome.REJECTED],
+        requests=seen.requests(),
+        failed=seen.ended(Outcome.FAILED),
+        rejected=seen.ended(Outcome.REJECTED),
         legs=len(seen.faults()),
         keys=_most(end.key for end in bad if end.key),
         models=_most(end.model for end in bad if end.model),

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from pdproxy.admin.seen import Seen, of_role
+from pdproxy.admin.seen import WINDOW, Seen, of_role
 from pdproxy.nodes.node import SERVING, NodeView, Role, State
 from pdproxy.observe.labels import Outcome
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 
 SLOWER = "Served, slower: decode nodes compute the prompts themselves."
-TURNED_AWAY = "Some requests get a 429: they may ask again."
 
 
 def loss(seen: Seen) -> str:
@@ -21,7 +20,8 @@ def loss(seen: Seen) -> str:
             told[sentence] = f"{told[sentence]}, {model}" if sentence in told else model
     sentences = [f"{names}: {sentence}" if len(models) > 1 else sentence for sentence, names in told.items()]
     if any(end.outcome is Outcome.REJECTED for end in seen.bad_now()):
-        sentences.append(TURNED_AWAY)
+        turned_away = f"{seen.ended(Outcome.REJECTED):,} of {seen.requests():,}"
+        sentences.append(f"Some requests get a 429: {turned_away} in {WINDOW / 60:.0f} minutes. They may ask again.")
     return " ".join(sentences)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from fastapi import APIRouter, Response
 
 from pdproxy import __version__
-from pdproxy.admin.context import SERVES, AdminContext, readiness
+from pdproxy.admin.context import SERVES, AdminContext, readiness, unserved_since
 from pdproxy.admin.incident import incident
 from pdproxy.admin.next_step import next_step
 from pdproxy.admin.nodes import status
@@ -92,6 +92,7 @@ def _incident(context: AdminContext, now: float, pool: PoolState) -> Mapping[str
         context.hand_overs,
         context.on_prefill_failure,
         context.on_no_decode,
+        unserved_since(context),
     )
     found = incident(seen)
     step = next_step(seen, found)

@@ -1,11 +1,13 @@
 """Nodes and requests as this proxy has seen them: an incident is told by that alone. Pure: the time is given."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
 from pdproxy.nodes.hand_over_verdict import HandOverVerdict
 from pdproxy.nodes.node import NO_BARS, Bars, NodeView, Role, State
+from pdproxy.observe.labels import Outcome, Rejection
 from pdproxy.orchestration.in_flight import BadEnd, LegFault, RecentEnds
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 
@@ -24,6 +26,7 @@ class Seen:
         now: monotonic seconds.
         not_ready: why this proxy serves nothing; "" where it does.
         on_prefill_failure, on_no_decode: the policies, which decide what clients lose.
+        unserved_since: when the last node went without which this proxy serves nothing; -inf where nobody knows.
     """
 
     now: float
@@ -34,6 +37,7 @@ class Seen:
     hand_overs: HandOverVerdict = dataclasses.field(default_factory=HandOverVerdict)
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
     on_no_decode: OnNoDecode = OnNoDecode.FAIL
+    unserved_since: float = -math.inf
 
     def out(self) -> Sequence[NodeView]:
         """Nodes that get no requests, or one at a time, and not because an operator wishes it; one that joins counts
@@ -47,6 +51,20 @@ class Seen:
     def bad(self) -> Sequence[BadEnd]:
         """Requests that ended badly, of the last `WINDOW`."""
         return [end for end in self.recent.bad if self.now - end.at <= WINDOW]
+
+    def requests(self) -> int:
+        """Those that ended in the last `WINDOW`, however. Counts are those of whole minutes."""
+        return max(self.recent.counts(self.now - WINDOW).total(), len(self.bad()))
+
+    def ended(self, outcome: Outcome) -> int:
+        """Requests that ended badly in this way. Where of a flood not every end is kept, whole minutes are counted."""
+        if len(self.recent.bad) == self.recent.bad.maxlen:
+            return self.recent.counts(self.now - WINDOW)[outcome]
+        return sum(end.outcome is outcome for end in self.bad())
+
+    def turned_away_now(self) -> collections.Counter[Rejection]:
+        """Requests that were turned away just now, by the limit that did."""
+        return collections.Counter(end.limit for end in self.bad_now() if end.limit is not None)
 
     def failing(self) -> Sequence[LegFault]:
         """Legs that failed just now on nodes that are not out, and have not come back since."""

@@ -10,10 +10,10 @@ import dataclasses
 import math
 
 from pdproxy.clock import Clock
-from pdproxy.errors import ClientError
 from pdproxy.intake.auth import ApiKey
 from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.client_errors import TurnedAway
 from pdproxy.planning.shares import KeyLimits
 from pdproxy.request import Headers
 
@@ -172,14 +172,15 @@ class RateCharge:
         if lacking is not None:
             raise self._refused(lacking, wanted[lacking], longest)
 
-    def _refused(self, kind: _RateKind, wanted: int, seconds: float) -> ClientError:
+    def _refused(self, kind: _RateKind, wanted: int, seconds: float) -> TurnedAway:
         self._metrics.rejected(kind.reason, self._key)
         bucket = self._buckets[kind]
         left, wait = max(0, math.floor(bucket.level(self._clock.now()))), math.ceil(seconds)
         text = f"Rate limit of this API key reached on {kind.text}: limit {bucket.per_minute}, left {left}, "
         text += f"wanted {wanted}. Try again in {wait} s."
         headers = (("retry-after", str(wait)), *self.headers())
-        return ClientError(429, text, kind=kind.counts, code="rate_limit_exceeded", headers=headers)
+        code = "rate_limit_exceeded"
+        return TurnedAway(429, text, kind=kind.counts, code=code, headers=headers, limit=kind.reason)
 
     def _take(self, amounts: dict[_RateKind, int], now: float) -> None:
         for kind, amount in amounts.items():

@@ -1,6 +1,7 @@
 """The log lines of nodes: the pool announces every change here, at once, and nobody else logs one."""
 
 import logging
+import math
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.node import Bars, Node, Role, State
@@ -63,6 +64,10 @@ class NodeLog:
             if lost_at is not None:
                 after = {"after_s": round(self._clock.now() - lost_at, 1)}
                 _LOG.info("%s", _RETURNS[role], extra={"role": role.value, "model": model, **after})
+
+    def lost_at(self, role: Role) -> float:
+        """When the last node of a role went, of whatever model, in monotonic seconds; -inf where none did."""
+        return max((at for (of, _), at in self._lost_at.items() if of is role), default=-math.inf)
 
     def barred(self, before: Bars, after: Bars) -> None:
         """Other nodes and pairs than before exchange no tickets."""

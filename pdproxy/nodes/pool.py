@@ -445,6 +445,10 @@ class Pool:
         entry = self._entries.get(name)
         return entry is not None and entry.lost()
 
+    def lost_at(self, role: Role) -> float:
+        """When the last node of a role that served went, in monotonic seconds; -inf where none did."""
+        return self._log.lost_at(role)
+
     def joined_since(self, name: str, since: float) -> bool:
         """Whether a node has joined after that monotonic second: it may be another process than before."""
         entry = self._entries.get(name)

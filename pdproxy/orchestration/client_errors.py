@@ -2,6 +2,7 @@
 with one. No internal address is in them."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 
 from pdproxy.errors import ClientError, Fault, NodeFault, PdproxyError
@@ -57,14 +58,18 @@ def shutting_down_error() -> ClientError:
     )
 
 
-REJECTED = "rate_limit_error"
-"""The kind of our own 429s."""
+@dataclasses.dataclass(eq=False, repr=False)
+class TurnedAway(ClientError):
+    """Our own 429: the request was turned away before it ran; ``limit`` says by which limit."""
+
+    _: dataclasses.KW_ONLY
+    limit: Rejection
 
 
-def rejected_error(reason: Rejection, message: str, retry_after: int, *headers: tuple[str, str]) -> ClientError:
-    """429: the request was turned away before it ran; ``retry_after`` in seconds."""
+def rejected_error(limit: Rejection, message: str, retry_after: int, *headers: tuple[str, str]) -> TurnedAway:
+    """429, with the limit as the error's code; ``retry_after`` in seconds."""
     retry = ("retry-after", str(retry_after))
-    return ClientError(429, message, kind=REJECTED, code=reason, headers=(retry, *headers))
+    return TurnedAway(429, message, kind="rate_limit_error", code=limit, headers=(retry, *headers), limit=limit)
 
 
 def unknown_model_error(error: UnknownModel) -> ClientError:
@@ -133,7 +138,8 @@ def final_error_of(error: BaseException) -> FinalError:
     match error:
         case ClientError():
             code = error.code if isinstance(error.code, str) else error.kind
-            return FinalError(error.status, code, error.message)
+            limit = error.limit if isinstance(error, TurnedAway) else None
+            return FinalError(error.status, code, error.message, limit)
         case UpstreamErrorResponse():
             return answered_with(error.response.status)
         case asyncio.CancelledError():
@@ -194,7 +200,7 @@ ANTHROPIC_ERRORS = {
 def outcome_of(error: BaseException, left: Callable[[], bool]) -> Outcome:
     """How a request ended that raised an error."""
     match error:
-        case ClientError(status=429, kind=kind) if kind == REJECTED:
+        case TurnedAway():
             return Outcome.REJECTED
         case ClientError(status=status):
             return status_outcome(status)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.node import Role
-from pdproxy.observe.labels import Leg, Outcome, Prediction
+from pdproxy.observe.labels import Leg, Outcome, Prediction, Rejection
 from pdproxy.orchestration.request_record import AnswerRecord, FailureRecord, RequestRecord, Route
 from pdproxy.reasons import RouteReason
 from pdproxy.usage import Usage
@@ -126,7 +126,8 @@ class LegFault(NamedTuple):
 class BadEnd(NamedTuple):
     """A request got no complete answer, through no fault of its client's.
 
-    ``endpoint`` and ``model`` are "" where that was not known yet; ``key`` is the name of its API key.
+    ``endpoint`` and ``model`` are "" where that was not known yet; ``key`` is the name of its API key. ``limit``: by
+    which it was turned away.
     """
 
     at: float
@@ -134,6 +135,7 @@ class BadEnd(NamedTuple):
     endpoint: str
     model: str
     key: str
+    limit: Rejection | None
 
 
 class RecentEnds:
@@ -153,8 +155,9 @@ class RecentEnds:
     def ended(self, request: RequestRecord, at: float, outcome: Outcome) -> None:
         """A request ended at this monotonic second."""
         if outcome in _BAD:
-            end = BadEnd(at, outcome, request.endpoint or "", request.model[:LONGEST_NAME], request.key)
-            self.bad.append(end)
+            error, model = request.failure.error, request.model[:LONGEST_NAME]
+            limit = None if error is None else error.limit
+            self.bad.append(BadEnd(at, outcome, request.endpoint or "", model, request.key, limit))
         minute = int(at // 60)
         if not self._minutes or self._minutes[-1][0] < minute:
             self._minutes.append((minute, collections.Counter()))

@@ -18,6 +18,7 @@ from pdproxy.observe.rare_lines import LineBudget
 from pdproxy.observe.request_metrics import OTHER, RequestSeries
 from pdproxy.orchestration.client_errors import (
     BUG,
+    TurnedAway,
     cancelled_outcome,
     final_error_in_stream,
     final_error_of,
@@ -132,8 +133,7 @@ class Recorder:
 
         Strangers can send any number of such: their lines are bounded.
         """
-        # Here each 429 is the proxy's own; from the orchestrator on, it may be a node's.
-        outcome = Outcome.REJECTED if error.status == 429 else status_outcome(error.status)
+        outcome = Outcome.REJECTED if isinstance(error, TurnedAway) else status_outcome(error.status)
         record.failure.ended_with(final_error_of(error))
         self._count(record, outcome)
         if outcome is Outcome.REJECTED:

@@ -16,7 +16,7 @@ from pdproxy.errors import NodeFault
 from pdproxy.finish_reasons import whole_reasons
 from pdproxy.nodes.node import Role
 from pdproxy.observe import gen_ai
-from pdproxy.observe.labels import Affinity, Leg, Move, Outcome, Phase
+from pdproxy.observe.labels import Affinity, Leg, Move, Outcome, Phase, Rejection
 from pdproxy.orchestration.keep_facts import KeepFacts
 from pdproxy.planning.plan_types import Plan
 from pdproxy.reasons import LocalReason
@@ -71,11 +71,13 @@ class FinalError(NamedTuple):
         status: that the client got, or was to get; 200 for a stream that ended in an error event.
         code: of the error, or its type where it has none.
         reason: a sentence; never a node's own words, which may repeat the client's.
+        limit: by which the request was turned away; None where it was not.
     """
 
     status: int
     code: str
     reason: str
+    limit: Rejection | None = None
 
 
 class FailureRecord(msgspec.Struct, eq=False):

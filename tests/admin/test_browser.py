@@ -94,14 +94,14 @@ async def test_an_incident_is_answered_at_a_glance(look: Look) -> None:
     cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
     quiet = await look(context_of(cluster))
     assert text_of(quiet, "cause") == "● nothing is wrong"
-    assert (text_of(quiet, "since"), text_of(quiet, "hit")) == ("\u2013", "none of 0 requests in 5 minutes")
+    assert (text_of(quiet, "since"), text_of(quiet, "hit")) == ("\u2013", "none of 0 requests in 5 minutes failed")
     await cluster.ask(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True), name="req-moved")
     refuse(cluster.pool, "d0")
     cluster.clock.advance(190)
     page = await look(context_of(cluster))
     assert text_of(page, "cause") == "✕ a node: d0"
     assert re.fullmatch(r"\d\d:\d\d:\d\d UTC, 3 min ago", text_of(page, "since"))
-    hit = "none of 1 requests in 5 minutes; 1 leg failed, and others took over"
+    hit = "none of 1 requests in 5 minutes failed; 1 leg failed, and others took over"
     assert text_of(page, "hit") == hit
     what = r"\d\d:\d\d:\d\d d0 has been out for 3 min \(last fault: refused; legs failed in a row: 4\)\."
     assert re.fullmatch(what, text_of(page, "what"))
@@ -136,7 +136,7 @@ async def test_whoever_is_hit_is_named(look: Look) -> None:
             cluster.context.in_flight.recent.ended(record, cluster.clock.now(), Outcome.FAILED)
     page = await look(context_of(cluster))
     assert text_of(page, "cause").startswith("✕ us: this proxy")
-    assert text_of(page, "hit") == "4 failed of 4 requests in 5 minutes"
+    assert text_of(page, "hit") == "4 of 4 requests in 5 minutes failed"
     assert text_of(page, "hit-most") == "key alice: 3, key bob: 1; model tiny: 4; /v1/chat/completions: 4"
 
 

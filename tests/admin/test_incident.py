@@ -14,7 +14,7 @@ from pdproxy.nodes.hand_over_verdict import HandOverVerdict, verdict
 from pdproxy.nodes.hand_overs import Used
 from pdproxy.nodes.node import BOTH, DECODE, PREFILL, Bars, Node, NodeView, Outage, PoolState, Role, State
 from pdproxy.observe.labels import Outcome, Rejection
-from pdproxy.orchestration.client_errors import rejected_error
+from pdproxy.orchestration.client_errors import final_error_of, rejected_error
 from pdproxy.orchestration.in_flight import MAX_BAD, LegFault, RecentEnds
 from pdproxy.orchestration.request_record import RequestRecord
 from pdproxy.request import Endpoint
@@ -49,6 +49,12 @@ def request(key: str = "alice", model: str = "m") -> RequestRecord:
     return RequestRecord("r", Endpoint.CHAT, Endpoint.CHAT, model, key)
 
 
+def turned_away(limit: Rejection, key: str = "alice") -> RequestRecord:
+    record = request(key)
+    record.failure.ended_with(final_error_of(rejected_error(limit, "Too many.", 1)))
+    return record
+
+
 def seen(*, faults: dict[str, list[float]] | None = None, ends: dict[Outcome, list[float]] | None = None) -> RecentEnds:
     """Legs that failed, by node, and requests that ended, by outcome; each so many seconds ago."""
     recent = RecentEnds()
@@ -57,7 +63,8 @@ def seen(*, faults: dict[str, list[float]] | None = None, ends: dict[Outcome, li
         recent.faults.append(LegFault(NOW - ago, node, Fault.RESET))
     requests = [(ago, outcome) for outcome, times in (ends or {}).items() for ago in times]
     for ago, outcome in sorted(requests, reverse=True):
-        recent.ended(request(), NOW - ago, outcome)
+        record = turned_away(Rejection.QUEUE_FULL) if outcome is Outcome.REJECTED else request()
+        recent.ended(record, NOW - ago, outcome)
     return recent
 
 
@@ -139,6 +146,14 @@ def test_refused_connections_mean_the_nodes_and_not_us() -> None:
         "d1 has been down for 38 s (health: refused).",
     ]
     assert found.loss == "New requests get a 503: no decode node serves."
+
+
+def test_where_nothing_is_served_the_last_nodes_end_counts_and_not_the_firsts() -> None:
+    nodes = [view("p0"), view("d0", State.DOWN, 60.0, KILLED), view("d1", State.DOWN, 38.0, KILLED)]
+    recent = seen(faults={"d0": [61.0]}, ends={Outcome.FAILED: [61.0, 5.0]})
+    unserved: dict[str, Any] = {"not_ready": "no decode node serves", "unserved_since": NOW - 38.0}
+    assert ask(nodes, recent, **unserved).since == 38.0
+    assert ask(nodes, recent, **unserved | {"not_ready": ""}).since == 61.0
 
 
 SILENT = "health: cannot be reached: no connection in time"
@@ -294,12 +309,43 @@ def test_a_proxy_that_ends_is_us() -> None:
 
 
 def test_requests_that_are_turned_away_are_load() -> None:
-    found = ask(recent=seen(ends={Outcome.REJECTED: [9.0, 8.0]}))
+    found = ask(recent=seen(ends={Outcome.REJECTED: [9.0, 8.0], Outcome.OK: [1.0] * 3}))
     assert (found.cause, found.hit.rejected) == (Cause.LOAD, 2)
-    assert found.now[0].what.startswith("Requests were turned away")
-    assert found.loss == "Some requests get a 429: they may ask again."
+    queue = "all nodes are full, and so is the queue, which all keys share (limits.queue)"
+    assert found.now == [Finding(f"Requests were turned away: {queue}. 2 in the last 30 s.", 9.0)]
+    assert found.loss == "Some requests get a 429: 2 of 5 in 5 minutes. They may ask again."
     over = ask(recent=seen(ends={Outcome.REJECTED: [JUST_NOW + 1]}))
     assert over.loss == ""
+
+
+@pytest.mark.parametrize("limit", Rejection)
+def test_each_limit_is_named_by_its_settings(limit: Rejection) -> None:
+    settings = {
+        Rejection.KEY_LIMIT: "concurrency, or limits.key_concurrency",
+        Rejection.REQUEST_RATE: "requests_per_minute",
+        Rejection.INPUT_RATE: "input_tokens_per_minute",
+        Rejection.OUTPUT_RATE: "output_tokens_per_minute",
+        Rejection.QUEUE_FULL: "limits.queue",
+        Rejection.QUEUE_TIMEOUT: "limits.queue_seconds",
+        Rejection.BODIES_FULL: "limits.held_bytes",
+    }
+    recent = RecentEnds()
+    recent.ended(turned_away(limit), NOW - 5, Outcome.REJECTED)
+    (found,) = texts(ask(recent=recent).now)
+    assert f"{settings[limit]})" in found
+    assert ("API key" in found) == (limit.startswith("key") or limit.endswith("rate"))
+
+
+def test_limits_are_told_apart_and_beside_a_node_that_is_down() -> None:
+    recent = RecentEnds()
+    for ago, limit in ((20, Rejection.KEY_LIMIT), (9, Rejection.QUEUE_FULL), (8, Rejection.QUEUE_FULL)):
+        recent.ended(turned_away(limit), NOW - ago, Outcome.REJECTED)
+    found = ask([view("p0"), view("d0", State.DOWN, 60.0, KILLED), view("d1")], recent)
+    assert found.cause is Cause.NODE
+    assert [(each.what.split(".")[-2].strip(), each.began) for each in found.now[1:]] == [
+        ("2 in the last 30 s", 9.0),
+        ("1 in the last 30 s", 20.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -396,7 +442,9 @@ def test_who_was_turned_away_before_the_request_was_read_is_hit_too_and_who_erre
     refused("r-1", Endpoint.CHAT, Endpoint.CHAT, "alice", too_many)
     refused("r-2", "/v1/embeddings", None, "alice", too_many)
     refused("r-3", Endpoint.CHAT, Endpoint.CHAT, "bob", ClientError(400, "No JSON."))
-    hit = ask(recent=cluster.context.in_flight.recent).hit
+    found = ask(recent=cluster.context.in_flight.recent)
+    hit = found.hit
+    assert "an API key has as many open as it may" in found.now[0].what
     assert (hit.requests, hit.rejected, hit.keys, hit.models) == (2, 2, [("alice", 2)], [])
     assert hit.endpoints == [("/v1/chat/completions", 1)]
 

@@ -17,7 +17,8 @@ from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Role
 from pdproxy.nodes.pool import Pool
-from pdproxy.observe.labels import Leg, Outcome
+from pdproxy.observe.labels import Leg, Outcome, Rejection
+from pdproxy.orchestration.client_errors import final_error_of, rejected_error
 from pdproxy.orchestration.in_flight import InFlightRequests, LegFailure
 from pdproxy.orchestration.request_record import FailureRecord, RequestRecord
 from pdproxy.request import Endpoint
@@ -163,7 +164,7 @@ async def test_both_decode_nodes_are_killed_and_it_is_not_us(page: Page, fleet: 
     await fleet.become(Fault.REFUSED, "d1")
     fleet.leg_failed("d1", Fault.REFUSED, Outcome.FAILED)
     await shows(page, "cause", "✕ nodes: d0, d1")
-    await shows(page, "hit", "1 failed of 1 requests in 5 minutes")
+    await shows(page, "hit", "1 of 1 requests in 5 minutes failed")
     assert await text(page, "loss") == "New requests get a 503: no decode node serves."
     assert (await findings(page, "what"))[0] == "This proxy serves nothing: no decode node serves."
     assert await text(page, "hit-most") == "key alice: 1; model tiny: 1; /v1/chat/completions: 1"
@@ -220,10 +221,21 @@ async def test_a_node_is_drained(page: Page, fleet: Fleet) -> None:
 
 async def test_requests_are_turned_away(page: Page, fleet: Fleet) -> None:
     request = RequestRecord("req-2", Endpoint.CHAT, Endpoint.CHAT, "tiny", "bob")
+    request.failure.ended_with(final_error_of(rejected_error(Rejection.QUEUE_FULL, "Too many.", 1)))
     fleet.live.recent.ended(request, fleet.clock.now(), Outcome.REJECTED)
     await shows(page, "cause", "◐ neither: too much is asked")
-    assert (await findings(page, "what"))[0].startswith("Requests were turned away")
+    assert (await findings(page, "what"))[0].startswith("Requests were turned away: all nodes are full")
+    assert await text(page, "loss") == "Some requests get a 429: 1 of 1 in 5 minutes. They may ask again."
+    assert await text(page, "hit") == "1 of 1 requests in 5 minutes was turned away"
     assert (await next_step(page))[1] == PageSection.REQUESTS_ARE_TURNED_AWAY
+    for _ in range(2):
+        fleet.live.recent.ended(request, fleet.clock.now(), Outcome.REJECTED)
+    failed = RequestRecord("req-3", Endpoint.CHAT, Endpoint.CHAT, "tiny", "bob")
+    fleet.live.recent.ended(failed, fleet.clock.now(), Outcome.FAILED)
+    await shows(page, "hit", "1 of 4 requests in 5 minutes failed, 3 were turned away")
     fleet.clock.advance(60)
     await shows(page, "cause", "● nothing is wrong any more")
-    assert await findings(page, "earlier") == ["Requests turned away: 1, the last one 60 s ago."]
+    assert await findings(page, "earlier") == [
+        "Requests failed: 1, the last one 60 s ago.",
+        "Requests turned away: 3, the last one 60 s ago.",
+    ]

@@ -17,7 +17,7 @@ from pdproxy.credential import Secret
 from pdproxy.errors import Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.drain import Drainer
-from pdproxy.nodes.node import Role
+from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.labels import Leg, Prediction
 from pdproxy.orchestration.in_flight import LegFailure
 from pdproxy.orchestration.request_record import FailureRecord
@@ -109,6 +109,28 @@ async def test_a_failure_is_shown_with_its_consequence() -> None:
         "ago": 3.0, "id": "r-7", "leg": "decode", "node": "d0", "fault": "stall", "step": "migrate",
         "outcome": "on_the_way",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("policy", "first", "last"),
+    [
+        ({}, "d0", "d1"),
+        ({"on_no_decode": OnNoDecode.PREFILL}, "d0 d1", "p0"),
+        ({"on_prefill_failure": OnPrefillFailure.FAIL}, "d0", "p0"),
+    ],
+)
+async def test_nobody_is_served_since_the_last_node_went(policy: dict[str, Any], first: str, last: str) -> None:
+    cluster = FakeCluster(prefills=1, decodes=2)
+    async with client_of(cluster, **policy) as client:
+        for names, then in ((first, 22.0), (last, 38.0)):
+            for name in names.split():
+                cluster.pool.give_up(name, "health: gone")
+            cluster.clock.advance(then)
+        cluster.pool.add(Node("d9", "http://d9", (Role.DECODE,)))
+        cluster.clock.advance(2.0)
+        state = (await client.get("/ui/state")).json()
+    assert state["ready"] not in ("ready", "degraded")
+    assert state["incident"]["since"] == 40.0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ from prometheus_client import CollectorRegistry
 from pdproxy.errors import ClientError
 from pdproxy.intake.auth import ApiKey
 from pdproxy.intake.rate_limits import RateCharge, RateLimits, TokenBucket, duration
+from pdproxy.observe.labels import Rejection
 from pdproxy.observe.metrics import Metrics
+from pdproxy.orchestration.client_errors import TurnedAway
 from pdproxy.planning.shares import KeyLimits
 from tests.fakes.clock import FakeClock
 
@@ -70,6 +72,8 @@ def test_a_refusal_says_what_openais_says() -> None:
     setup.ask(5000, 10)
     error = setup.refused(1500)
     assert (error.status, error.kind, error.code) == (429, "tokens", "rate_limit_exceeded")
+    assert isinstance(error, TurnedAway)
+    assert error.limit is Rejection.INPUT_RATE
     assert error.message == (
         "Rate limit of this API key reached on input tokens per minute: limit 6000, left 1000, wanted 1500. "
         "Try again in 5 s."

@@ -33,7 +33,11 @@ SAID: dict[str, tuple[list[str], PageSection | None]] = {
     "drained": (["cause: nothing", LESS_ROOM, "now: decode-0 has been draining for"], PageSection.A_NODE_GOES_AWAY),
     "recovered": (["cause: nothing", "loss: nothing", "earlier: decode-0 was out for"], None),
     "queue-full": (
-        ["cause: load", "loss: Some requests get a 429", "now: Requests were turned away"],
+        [
+            "cause: load",
+            "loss: Some requests get a 429: ",
+            "now: Requests were turned away: all nodes are full, and so is",
+        ],
         PageSection.REQUESTS_ARE_TURNED_AWAY,
     ),
     "address-forgotten": (
@@ -55,6 +59,9 @@ async def test_the_page_says_what_happened_and_where_to_go_on(name: str, tmp_pat
     async with happened(incident, tmp_path) as fleet:
         state = await fleet.state()
     page = told(state)
+    if name == "both-decodes-killed":
+        outs = [node for node in state["incident"]["now"] if "has been down" in node["what"]]
+        assert state["incident"]["since"] == pytest.approx(min(node["began"] for node in outs), abs=0.5), "the last one"
     assert (state["incident"]["since"] is None) == ("cause: nothing" in page), "since when?"
     assert [each for each in words if each not in page] == [], page
     link = state["incident"]["next"] and state["incident"]["next"]["docs"]

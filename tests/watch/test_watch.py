@@ -92,7 +92,7 @@ def test_a_browser_shows_it(seen: Observed) -> None:
     assert text_of(seen.page, "told").startswith("2 of 3 nodes are up.")
     assert text_of(seen.page, "cause") == "✕ a node: decode-0"
     # The requests too many, which the scenario sends on purpose, were turned away.
-    assert re.search(r"^\d+ turned away of \d+ requests in 5 minutes; \d+ legs? failed", text_of(seen.page, "hit"))
+    assert re.search(r"^\d+ of \d+ requests in 5 minutes w\w+ turned away; \d+ legs? failed", text_of(seen.page, "hit"))
 
 
 @pytest.mark.parametrize(("title", "query", "legend"), panels())
