@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)
 ENVIRONMENT = {
     "PDPROXY_HEALTH_INTERVAL": "1",
     "PDPROXY_HEALTH_SLOW_START": "0",
+    "PDPROXY_POLICY_ROUTING": "least-loaded",  # by what is cached all streams may go to the node that is not stopped
     "PDPROXY_HEALTH_SILENCE": "0.1",  # on a quick machine no prompt of this model takes the usual 0.4 s
 }
 LONGEST = 4096
