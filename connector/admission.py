@@ -11,9 +11,9 @@ come back by themselves, when requests that run have ended. In four cases they d
 - With `--prefix-match-unit`, a local hit can end inside a block. vLLM copies that block, of attention and of state, and
   needs both. A prompt nearly as large as the cache fits without the hit and not with it, and nothing evicts the hit, as
   nothing else is admitted. vLLM waits so without a connector, too.
-- A hybrid's request needs a further block for its state when it goes on from what was loaded (`BoundedGroup.peak`), and
-  holds its blocks while it waits for it. Loads that fill the cache to the last block then wait for each other, and no
-  request runs that could end.
+- A hybrid's request needs one more block for its state when it goes on from what was loaded (`BoundedGroup.peak`), and
+  keeps its other blocks while it waits for that one. Loads that fill the cache to the last block then wait for each
+  other, and no request runs that could end.
 
 `AdmissionControl` changes a connector's answer to `get_num_new_matched_tokens` in these cases:
 
@@ -97,6 +97,7 @@ class AdmissionControl:
         self._refused: dict[str, tuple[int, int]] = {}
         """Blocks in quarantine, and admissions so far, when vLLM refused the request."""
         self._looked_through: set[str] = set()
+        """Whose hits that end inside a block were looked for; that takes a look at each hash of the prompt."""
         self._aside: set[str] = set()
         self._admitted = 0
 
@@ -136,6 +137,7 @@ class AdmissionControl:
         self._refused.pop(request_id, None)
 
     def _sets(self) -> tuple[set[str], ...]:
+        """What is remembered of requests by their ids alone."""
         return self._offered, self._loading, self._computing, self._failed, self._looked_through, self._aside
 
     def _has_just_failed(self, request_id: str) -> bool:
@@ -190,8 +192,8 @@ class AdmissionControl:
         fills_up = loads and self._may_fill_up(request, room)
         if fills_up and not room.is_unused:
             return None, False
-        refused = request_id in self._offered and (bool(self._failed) or (room.held > 0 and room.is_unused))
-        if loads and not fills_up and not refused:
+        hindered = request_id in self._offered and (bool(self._failed) or (room.held > 0 and room.is_unused))
+        if loads and not fills_up and not hindered:
             self._offered.add(request_id)
             return answer
         if room.is_unused:

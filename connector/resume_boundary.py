@@ -14,8 +14,9 @@ Nodes without a unit, or whose vLLM does not match at it, hand over all but the 
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -171,14 +172,11 @@ class LocalHits:
         if pool is None:
             return False
         forgotten: set[int] = set()
-        for tokens, block_hash in enumerate_ends(request.block_hashes, pool.hash_block_size):
+        for tokens, block_hash in zip(
+            itertools.count(pool.hash_block_size, pool.hash_block_size), request.block_hashes, strict=False
+        ):
             for group in (*self._attention, *self._states):
                 if tokens % self._block_sizes[group] and (cached := pool.get_cached_block(block_hash, [group])):
                     forgotten |= {block.block_id for block in cached}
         pool.evict_blocks(forgotten)
         return bool(forgotten)
-
-
-def enumerate_ends(block_hashes: Sequence[Any], unit: int) -> Iterator[tuple[int, Any]]:
-    """Each hash of a request, with the number of tokens up to its end."""
-    return ((at * unit, block_hash) for at, block_hash in enumerate(block_hashes, 1))
