@@ -97,7 +97,7 @@ class AdmissionControl:
         self._refused: dict[str, tuple[int, int]] = {}
         """Blocks in quarantine, and admissions so far, when vLLM refused the request."""
         self._looked_through: set[str] = set()
-        """Whose hits that end inside a block were looked for; that takes a look at each hash of the prompt."""
+        """Requests whose hits inside a block were looked for; that takes a look at each hash of the prompt."""
         self._aside: set[str] = set()
         self._admitted = 0
 
@@ -137,7 +137,7 @@ class AdmissionControl:
         self._refused.pop(request_id, None)
 
     def _sets(self) -> tuple[set[str], ...]:
-        """What is remembered of requests by their ids alone."""
+        """All that remember requests by their ids alone."""
         return self._offered, self._loading, self._computing, self._failed, self._looked_through, self._aside
 
     def _has_just_failed(self, request_id: str) -> bool:
