@@ -154,7 +154,7 @@ class EventPrefixSource:
         self._finder.was_cached(before, exact.tokens, max(0, *more, 0))
 
     def _hits(self, prompt: PromptHashes, candidates: _Candidates) -> dict[Place, Hit]:
-        hits = dict[Place, Hit]()
+        hits: dict[Place, Hit] = {}
         for scheme in candidates.schemes:
             hashes = prompt.hashes.get(scheme.index.scheme)
             if hashes is not None:
@@ -213,7 +213,7 @@ def _look_up(
     alike = {node.match_rule: node for node in prefills.values()}
     covered = {rule: covered_tokens(node, tokens) for rule, node in alike.items()}
     shorter = {leg: index.look_up(hashes, leg, now) for leg in set(covered.values())}
-    found = dict[Place, Hit]()
+    found: dict[Place, Hit] = {}
     for place, hit in hits.items():
         node = prefills.get(place.node)
         cut = hit if node is None else shorter[covered[node.match_rule]].get(place)

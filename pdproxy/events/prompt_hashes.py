@@ -127,7 +127,7 @@ class HashFinder:
 
 
 async def _hashed(ids: Sequence[int], schemes: Sequence[SchemeIndex], extras: PromptExtras, known: Ids) -> PromptHashes:
-    hashes = dict[HashScheme, Sequence[int]]()
+    hashes: dict[HashScheme, Sequence[int]] = {}
     for scheme in schemes if len(ids) <= MOST_TOKENS else ():
         made = await _hashes(scheme, ids, extras)
         if made is not None:

@@ -279,7 +279,7 @@ async def outlined_object(raw: bytes) -> dict[str, object]:
     """As `json_object`; of a long answer, long values stay raw JSON: those of the object, and of its lists' items."""
     if len(raw) <= LARGE:
         return json_object(raw)
-    answer = dict[str, object]()
+    answer: dict[str, object] = {}
     try:
         for name, value in _FIELDS(raw).items():
             await asyncio.sleep(0)

@@ -97,7 +97,7 @@ class PromptKeep:
         self._give_back()
         place, now = Place(node.name, rank or 0), self._clock.now()
         conversation, conversations = self._conversation, self._conversations
-        fields = dict[str, object]()
+        fields: dict[str, object] = {}
         seconds, reason = conversations.seconds(conversation, self._ask)
         why_not = KeepForget.NOT_ASKED if self._ask is None else KeepForget.CLIENT
         if reason is not None and not conversations.fits(conversation, self._tokens, now):

@@ -172,7 +172,8 @@ class LegReader:
 
         No such chunk has a line end of HTTP's within it, and whether its size is right, its scan finds out.
         """
-        journal, scan, find, at, chunks = self._journal, self._scan, read.find, 0, list[bytes]()
+        chunks: list[bytes] = []
+        journal, scan, find, at = self._journal, self._scan, read.find, 0
         kept = 0 if journal is None else len(journal.kept)
         while at < len(read):
             end = find(b"\r\n", find(b"\r\n", at) + 2) + 2
@@ -210,7 +211,9 @@ class LegReader:
 
     def _take_several(self, like: Likeness, piece: bytes, end: int) -> bytes:
         """The client's part of a piece that begins with an event like the last one, which ends at ``end``."""
-        journal, at, events, records = self._journal, 0, list[bytes](), list[bytes]()
+        events: list[bytes] = []
+        records: list[bytes] = []
+        journal, at = self._journal, 0
         while end:
             if journal is None:
                 events.append(piece[at:end])

@@ -46,7 +46,8 @@ def lightest_allowed_pair(
     """
     barred = _barred_by_prefill(bars)
     levels = _levels([view for view in decodes if view.node.name not in bars.nodes])
-    lowest, ties = float("inf"), list[_Tie]()
+    ties: list[_Tie] = []
+    lowest = float("inf")
     for prefill in prefills:
         mine = barred.get(prefill.node.name, frozenset()) | {prefill.node.name}
         level = None if prefill.node.name in bars.nodes else next((each for each in levels if each.free(mine)), None)
@@ -59,7 +60,7 @@ def lightest_allowed_pair(
 
 
 def _barred_by_prefill(bars: Bars) -> Mapping[str, AbstractSet[str]]:
-    found = defaultdict[str, set[str]](set)
+    found: defaultdict[str, set[str]] = defaultdict(set)
     for prefill, decode in bars.pairs:
         found[prefill].add(decode)
     return found

@@ -114,7 +114,7 @@ class Session:
 
 
 def _first_pair(candidates: Candidates, prefills: KeyOrder, decodes: KeyOrder) -> tuple[NodeView, NodeView] | None:
-    alone = set[str]()
+    alone: set[str] = set()
     """Cohorts in which no decode node has room."""
     for prefill in prefills:
         if prefill.node.cohort in alone:

@@ -39,7 +39,8 @@ class Turnover:
         """Each place with the number of blocks that it has stored since it is known, and of those that it can hold."""
         part = math.exp((self._looked - now) / REMEMBERED_SECONDS)
         self._looked, before, recent = now, self._stored, self._recent
-        self._stored, self._recent, stays = {}, {}, dict[Place, float]()
+        stays: dict[Place, float] = {}
+        self._stored, self._recent = {}, {}
         for place, count, most in stored:
             more = count - before.get(place, count)
             self._stored[place] = count
