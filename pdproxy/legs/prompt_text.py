@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from pdproxy.raw_json import ends, value_of
+from pdproxy.raw_json import LIST, ends, first_byte, value_of
 from pdproxy.request import Endpoint, Json
 
 MOST_BYTES = 512 * 1024
@@ -31,14 +31,20 @@ _RENDERING = frozenset({
 
 def prompt_salt(endpoint: Endpoint, model: str, body: Json) -> str:
     """The facts that two prompts must have in common before their texts are compared."""
-    fields = (f"{key}={text}" for key in sorted(_RENDERING.intersection(body)) for text in _flat(value_of(body[key])))
+    told = _RENDERING.intersection(body)
+    if not told:
+        return f"{endpoint}\0{model}"
+    fields = (f"{key}={text}" for key in sorted(told) for text in _flat(value_of(body[key])))
     return "\0".join((endpoint, model, *fields))
 
 
 def prompt_ids(body: Json) -> Sequence[int]:
     """The token ids that a client sent as its prompt; none where it sent text, or more than are decoded at once."""
-    prompt = value_of(body.get("prompt"))
-    return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else ()
+    prompt = body.get("prompt")
+    if prompt is None or (isinstance(prompt, msgspec.Raw) and first_byte(prompt) != LIST):
+        return ()
+    ids = value_of(prompt)
+    return ids if isinstance(ids, list) and ids and isinstance(ids[0], int) else ()
 
 
 def prompt_parts(body: Json) -> list[bytes]:
@@ -48,7 +54,11 @@ def prompt_parts(body: Json) -> list[bytes]:
 
     There are at most `MOST_PARTS`, together at most `MOST_BYTES` long.
     """
-    parts, left = list[bytes](), MOST_BYTES
+    prompt = value_of(body.get("prompt"))
+    if isinstance(prompt, str):
+        return [_bytes(prompt)[:MOST_BYTES]]
+    parts: list[bytes] = []
+    left = MOST_BYTES
     for part in itertools.islice(_parts(body), MOST_PARTS):
         parts.append(part[:left])
         left -= len(part)
@@ -58,10 +68,6 @@ def prompt_parts(body: Json) -> list[bytes]:
 
 
 def _parts(body: Json) -> Iterator[bytes]:
-    prompt = value_of(body.get("prompt"))
-    if isinstance(prompt, str):
-        yield _bytes(prompt)
-        return
     for key in ("tools", "system", "instructions"):
         if value := value_of(body.get(key)):
             yield field_part(key, value)

@@ -6,7 +6,7 @@ import hashlib
 import operator
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from pdproxy.nodes.cache_settings import CacheSettings
 from pdproxy.nodes.hashing import Hashing
@@ -329,6 +329,10 @@ class NodeView:
         )
 
 
+Spot: TypeAlias = tuple[NodeView, PlaceLoad]
+"""A data-parallel rank of a node."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bars:
     """Why nodes of one cohort exchange no tickets: pairs by the names of prefill and decode node, nodes by name.
@@ -405,6 +409,8 @@ class ServingNodes:
         all: of them.
         cohorts: those of each cohort, sorted by its name; nodes of unknown cohort are in each.
         by_name: each of them.
+        spots: by role, each rank of these by its node's name and its number.
+        lone_ranks: each of them has one rank.
         seeds: by role, in the order of ``all``.
         heaviest: by role, the greatest weight of a node; 1 where there is none.
         pairs: whether a prefill and a decode node are of one cohort, and two.
@@ -412,7 +418,9 @@ class ServingNodes:
         shared: whether any node has both roles.
     """
 
-    __slots__ = ("all", "alone", "by_name", "cohorts", "heaviest", "pairs", "seeds", "shared")
+    __slots__ = (
+        "all", "alone", "by_name", "cohorts", "heaviest", "lone_ranks", "pairs", "seeds", "shared", "spots"
+    )  # fmt: skip
 
     def __init__(self, here: list[NodeView]) -> None:
         self.all = _group(here)
@@ -422,6 +430,8 @@ class ServingNodes:
             for name in names
         )
         self.by_name = {view.name: view for view in here}
+        self.spots = {role: _spots(self.all.of(role)) for role in Role}
+        self.lone_ranks = all(len(view.places) == 1 for view in here)
         self.seeds = {role: _seeds(self.all.of(role)) for role in Role}
         self.heaviest = {role: max((view.node.weight for view in self.all.of(role)), default=1.0) for role in Role}
         self.alone = all(sum(view.node.ranks for view in self.all.of(role)) < 2 for role in Role)
@@ -432,6 +442,10 @@ class ServingNodes:
 def _group(views: list[NodeView], cohort: str = "") -> NodeGroup:
     prefills, decodes = (tuple(view for view in views if role in view.node.roles) for role in Role)
     return NodeGroup(cohort, prefills, decodes)
+
+
+def _spots(views: tuple[NodeView, ...]) -> dict[tuple[str, int], Spot]:
+    return {(view.name, place.rank): (view, place) for view in views for place in view.places}
 
 
 def _seeds(views: tuple[NodeView, ...]) -> Seeds:

@@ -1,16 +1,16 @@
 """Where the planner asks what places have cached of a prompt, and what it tells in return."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
+
+import msgspec
 
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import HitSource, Place, PromptHits
 from pdproxy.request import SubRequest
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RealHit:
+class RealHit(msgspec.Struct, frozen=True):
     """The tokens that the place which computed a prompt had cached, as it said.
 
     Attributes:

@@ -1,7 +1,9 @@
 """An estimate of what places have cached, by what this proxy sent where: the source for nodes without KV events."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from pdproxy.clock import Clock
 from pdproxy.legs.outline import BYTES_PER_TOKEN
@@ -15,11 +17,10 @@ from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place, PromptHits
 from pdproxy.planning.renderings import HashesByScheme, KnownPrefix, Rendering
 from pdproxy.planning.text_chain import Chain, chain_of_completion, chain_of_ids, chain_of_text
 from pdproxy.planning.text_index import KeptStates, TextIndex
-from pdproxy.request import Endpoint, PromptText, SubRequest
+from pdproxy.request import Endpoint, SubRequest
 
 
-@dataclasses.dataclass(slots=True)
-class _Asked:
+class _Asked(msgspec.Struct):
     """The note of a sub-request.
 
     ``chain``: its marks; ``cut``: of the beginning of a longer prompt. ``expected``: what its computing place was
@@ -42,11 +43,19 @@ class TextPrefixSource:
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """As `PrefixSource`; None for a prompt without text."""
         asked = self._ask(sub_request)
-        if not asked.chain.hashes:
+        chain = asked.chain
+        if not chain.hashes:
             return None
-        tokens, hits = self._tokens(asked, sub_request), dict[Place, Hit]()
-        nodes, cuts = self._pool.state().by_name, dict[tuple[object, Hit], Hit]()
-        for place, hit in self._index.look_up(asked.chain, self._clock.now()).items():
+        tokens, found = self._tokens(asked, sub_request), self._index.look_up(chain, self._clock.now())
+        hits = self._in_blocks(found, tokens) if found else {}
+        return PromptHits(tokens, HitSource.APPROXIMATION, hits)
+
+    def _in_blocks(self, found: Mapping[Place, Hit], tokens: int) -> dict[Place, Hit]:
+        """Hits of a prompt of so many tokens in whole blocks of their nodes."""
+        nodes = self._pool.state().by_name
+        cuts: dict[tuple[object, Hit], Hit] = {}
+        hits: dict[Place, Hit] = {}
+        for place, hit in found.items():
             node = nodes.get(place.node)
             if node is not None:
                 key = node.match_rule, hit
@@ -55,14 +64,14 @@ class TextPrefixSource:
                     cut = cuts[key] = _in_blocks(node, hit, tokens)
                 if cut is not NO_HIT:
                     hits[place] = cut
-        return PromptHits(tokens, HitSource.APPROXIMATION, hits)
+        return hits
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         """The places of the plan will have the prompt; the one that computes it, its states."""
         asked, now = self._ask(sub_request), self._clock.now()
         asked.expected = (plan.prefill_hit or plan.decode_hit).resume
         decode, prefill, keeps = plan.decode, plan.prefill, KeptStates.ALL
-        places = dict[Place, KeptStates]()
+        places: dict[Place, KeptStates] = {}
         if prefill is not None:
             keeps = KeptStates.END if decode.prefix_match_unit else KeptStates.NONE
             if prefill.ranks == 1 or plan.prefill_rank is not None:  # else vLLM chooses, and does not say which
@@ -117,16 +126,27 @@ class TextPrefixSource:
 
 def _chain(sub_request: SubRequest) -> tuple[Chain, bool]:
     """The marks of a prompt, and whether it is longer than what is looked at."""
-    body, model = sub_request.body, sub_request.request.model
-    text = sub_request.text or PromptText([], fields=body)
-    salt, fields = prompt_salt(sub_request.endpoint, model, body), text.take_fields()
-    if ids := text.ids if fields is None else prompt_ids(fields):
+    endpoint, model = sub_request.endpoint, sub_request.request.model
+    salt = prompt_salt(endpoint, model, sub_request.body)
+    ids, parts = _ids_or_parts(sub_request)
+    if ids:
         return chain_of_ids(model, salt, ids), len(ids) >= MOST_IDS
-    parts = text.take_parts() if fields is None else prompt_parts(fields)
     cut = len(parts) >= MOST_PARTS or sum(map(len, parts)) >= MOST_BYTES
-    if sub_request.endpoint is Endpoint.COMPLETIONS and len(parts) == 1:
+    if endpoint is Endpoint.COMPLETIONS and len(parts) == 1:
         return chain_of_completion(model, salt, parts[0]), cut
     return chain_of_text(model, salt, parts), cut
+
+
+def _ids_or_parts(sub_request: SubRequest) -> tuple[Sequence[int], list[bytes]]:
+    """The token ids of a prompt, or the parts of its text."""
+    text, fields = sub_request.text, sub_request.body
+    if text is not None:
+        taken = text.take_fields()
+        if taken is None:
+            return text.ids, text.take_parts()
+        fields = taken
+    ids = prompt_ids(fields)
+    return ids, [] if ids else prompt_parts(fields)
 
 
 def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit:

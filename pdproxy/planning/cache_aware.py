@@ -13,18 +13,20 @@ prompt is computed where few streams run, and an answer is generated where few p
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeAlias
 
-from pdproxy.nodes.node import Bars, NodeView, Role
+from pdproxy.nodes.node import Bars, NodeGroup, NodeView, Role, Spot
 from pdproxy.planning.cost import (
     NOTHING_LOST,
     Cost,
     Estimate,
     HandOverCost,
+    Hits,
     LocalCost,
-    PlaceHit,
     PrefillCost,
+    Price,
     SharedHandOverCost,
     SharedLocalCost,
     SharedPrefillCost,
@@ -47,6 +49,7 @@ SESSION_SHARE = 0.5
 FIRST_TURN = 0.6
 """The part of `CacheAware.itl_budget` for the first turn that a decode place computes, where a prefill place could
 resume as far: the next turn is about as long, and where that one is over the budget, a prefill place computes both."""
+_Priced: TypeAlias = tuple[Price, Spot, Hit]
 _SCORE, _RECENT = operator.attrgetter("score"), operator.attrgetter("recent")
 
 
@@ -69,7 +72,7 @@ class CacheAware:
         if role is Role.DECODE:
             cost = compared.local() if candidates.needs.partner is None else compared.hand_over
         best = compared.best(cost, candidates.open(role), compared.hits(cost.role), turn)
-        return best and compared.alone(best, compared.reason(best, role), local)
+        return None if best is None else compared.alone(best, compared.reason(best, role), local)
 
     def pair(self, candidates: Candidates, turn: int) -> Plan | None:
         if not candidates.may_pair:
@@ -107,7 +110,7 @@ class Comparison:
         hand_over: the cost of decode places that get a ticket.
     """
 
-    __slots__ = ("_deepest", "_furthest", "_hits", "_lost", "_policy", "candidates", "hand_over", "prefill", "tokens")
+    __slots__ = ("_deepest", "_hits", "_lost", "_policy", "candidates", "hand_over", "prefill", "tokens")
 
     def __init__(self, policy: CacheAware, candidates: Candidates) -> None:
         needs, book = candidates.needs, candidates.book
@@ -117,8 +120,10 @@ class Comparison:
         self._hits = _by_role(candidates, prefix.hits) if prefix is not None and prefix.hits else _NOTHING_CACHED
         self.tokens = needs.tokens if prefix is None else prefix.tokens
         cached = self._hits[Role.PREFILL]
-        self._furthest: dict[Role, int] = {}
-        self._deepest = deepest = max([hit.attention for view, _, hit in cached if view.node.keeps_states], default=0)
+        deepest = 0
+        if cached:
+            deepest = max([hit.attention for hit, spots in cached.items() if _keep_states(spots)], default=0)
+        self._deepest = deepest
         self._lost = NOTHING_LOST if prefix is None else lost_tokens(needs.next_turn, prefix.stays)
         self.prefill: PrefillCost
         self.hand_over: HandOverCost
@@ -137,39 +142,43 @@ class Comparison:
         cached = bool(self._hits[Role.DECODE])
         return SharedLocalCost(self.tokens, book, self._deepest, self._lost, cached=cached)
 
-    def hits(self, role: Role) -> Sequence[PlaceHit]:
-        """The hits of places of a role."""
+    def hits(self, role: Role) -> Hits:
+        """The places of a role that have something cached."""
         return self._hits[role]
 
     def best_pair(self, turn: int) -> tuple[Estimate, Estimate] | None:
         """The pair that costs least among the best pairs of all cohorts; None where there is no pair."""
         candidates, best = self.candidates, None
-        groups = candidates.cohorts()
+        groups, bars = candidates.cohorts(), candidates.bars
+        if len(groups) == 1 and not bars:
+            return self._best_of(groups[0], self._hits[Role.PREFILL], self._hits[Role.DECODE], turn)
         for group in groups:
-            prefill_hits, decode_hits = self._hits[Role.PREFILL], self._hits[Role.DECODE]
-            if len(groups) > 1:
-                prefill_hits, decode_hits = (
-                    _of_cohort(prefill_hits, group.cohort),
-                    _of_cohort(decode_hits, group.cohort),
-                )
-            if candidates.bars:
+            prefills = _of_cohort(self._hits[Role.PREFILL], group.cohort)
+            decodes = _of_cohort(self._hits[Role.DECODE], group.cohort)
+            if bars:
                 found = best_allowed_pair(
-                    self.all_estimates(self.prefill, group.prefills, prefill_hits),
-                    self.all_estimates(self.hand_over, group.decodes, decode_hits),
-                    candidates.bars,
+                    self.all_estimates(self.prefill, group.prefills, prefills),
+                    self.all_estimates(self.hand_over, group.decodes, decodes),
+                    bars,
                 )
             else:
-                prefill = self.best(self.prefill, group.prefills, prefill_hits, turn)
-                decode = self.best(self.hand_over, group.decodes, decode_hits, turn)
-                found = None if prefill is None or decode is None else (prefill, decode)
-            if found is not None and (best is None or found[0].score + found[1].score < best[0].score + best[1].score):
+                found = self._best_of(group, prefills, decodes, turn)
+            if best is None or (found and found[0].score + found[1].score < best[0].score + best[1].score):
                 best = found
         return best
+
+    def _best_of(self, group: NodeGroup, prefills: Hits, decodes: Hits, turn: int) -> tuple[Estimate, Estimate] | None:
+        """The best place of each role; what a hand-over costs depends on the decode place alone."""
+        prefill = self.best(self.prefill, group.prefills, prefills, turn)
+        if prefill is None:
+            return None
+        decode = self.best(self.hand_over, group.decodes, decodes, turn)
+        return None if decode is None else (prefill, decode)
 
     def best_alone(self, turn: int) -> Estimate | None:
         """The node of both roles that serves the whole request at the least cost."""
         views = [view for view in self.candidates.open(Role.DECODE) if len(view.node.roles) > 1]
-        hits = [hit for hit in self.hits(Role.DECODE) if len(hit[0].node.roles) > 1]
+        hits = _having(self._hits[Role.DECODE], lambda view: len(view.node.roles) > 1)
         return self.best(self.local(), views, hits, turn)
 
     def resuming(self) -> Estimate | None:
@@ -177,12 +186,13 @@ class Comparison:
         Nodes of both roles are left to `best_alone`."""
         if self._policy.itl_budget <= 0:
             return None
-        hits = [each for each in self.hits(Role.DECODE) if each[2].resume > 0 and len(each[0].node.roles) == 1]
+        hits: Hits = {hit: spots for hit, spots in self._hits[Role.DECODE].items() if hit.resume > 0}
+        if self.candidates.shared:
+            hits = _having(hits, lambda view: len(view.node.roles) == 1)
         if not hits:
             return None
         cost = LocalCost(self.tokens, self.candidates.book)
-        scores = cost.scores(hits)
-        by_score = (cost.at(*hits[index]) for index in sorted(range(len(hits)), key=scores.__getitem__))
+        by_score = sorted(_estimates(cost, hits.items()), key=_SCORE)
         return next((each for each in by_score if cost.stall(each) <= self._budget(each)), None)
 
     def _budget(self, alone: Estimate) -> float:
@@ -204,18 +214,15 @@ class Comparison:
 
     def furthest(self, role: Role) -> int:
         """The most tokens of which a place of that role need not compute any."""
-        found = self._furthest.get(role)
-        if found is None:
-            found = self._furthest[role] = max([hit.resume for _, _, hit in self._hits[role]], default=0)
-        return found
+        return max([hit.resume for hit in self._hits[role]], default=0)
 
-    def all_estimates(self, cost: Cost, views: Sequence[NodeView], hits: Sequence[PlaceHit]) -> list[Estimate]:
+    def all_estimates(self, cost: Cost, views: Sequence[NodeView], hits: Hits) -> list[Estimate]:
         """The cost of the places that have something cached, and of the lightest rank of each other node."""
-        known = {view.name for view, _, _ in hits}
-        fresh = [cost.at(view, view.lightest, NO_HIT) for view in views if view.name not in known]
-        return [cost.at(*each) for each in hits] + fresh
+        known = {view.name for spots in hits.values() for view, _ in spots}
+        fresh = [(view, view.lightest) for view in views if view.name not in known]
+        return _estimates(cost, [*hits.items(), (NO_HIT, fresh)])
 
-    def best(self, cost: Cost, views: Sequence[NodeView], hits: Sequence[PlaceHit], turn: int) -> Estimate | None:
+    def best(self, cost: Cost, views: Sequence[NodeView], hits: Hits, turn: int) -> Estimate | None:
         """The place that costs least; of nearly equal ones the session's own, or each in its turn."""
         if not views:
             return None
@@ -223,22 +230,43 @@ class Comparison:
         if needs.prefix is None and needs.session is not None:
             hits = self._guessed(views, needs.session)
         if len(views) == 1 and len(views[0].places) == 1:  # nothing to compare
-            return cost.at(*hits[0]) if hits else cost.at(views[0], views[0].lightest, NO_HIT)
-        scores = cost.scores(hits)
-        least = min(scores, default=math.inf)
+            return _estimate(cost, (views[0], views[0].lightest), next(iter(hits), NO_HIT))
+        priced = [(hit, spots, cost.prices(hit, spots)) for hit, spots in hits.items()]
+        least = min([min(prices)[0] for _, _, prices in priced], default=math.inf)
+        if self._may_be_fresh(cost, views, hits, least):
+            fresh = [(view, view.lightest) for view in views]
+            prices = cost.prices(NO_HIT, fresh)
+            least = min(least, min(prices)[0])
+            priced.append((NO_HIT, fresh, prices))
         most = _near(least)
-        fresh: Sequence[NodeView] = ()
-        if not hits or most >= cost.least_fresh(views, self.candidates.heaviest(cost.role)):
-            fresh_scores = cost.fresh(views)
-            most = _near(min(least, *fresh_scores))
-            fresh = [view for view, score in zip(views, fresh_scores, strict=True) if score <= most]
-        near = [each for each, score in zip(hits, scores, strict=True) if score <= most]
-        views = [view for view, _, _ in near]
-        if fresh:
-            known = {view.name for view in views}
-            views += (fresh := [view for view in fresh if view.name not in known])
-        index = self._which(views, turn)
-        return cost.at(*near[index]) if index < len(near) else self._fresh_estimate(cost, fresh[index - len(near)])
+        near = [
+            (price, spot, hit)
+            for hit, spots, prices in priced
+            for price, spot in zip(prices, spots, strict=True)
+            if price[0] <= most
+        ]
+        price, spot, hit = near[0] if len(near) == 1 else self._one_of(near, turn)
+        if hit is NO_HIT and hits:  # its lightest rank may have something cached after all, where that hardly matters
+            return _estimate(cost, spot, self._hit_at(cost.role, spot))
+        return Estimate(*price, *spot, hit)
+
+    def _may_be_fresh(self, cost: Cost, views: Sequence[NodeView], hits: Hits, least: float) -> bool:
+        """Whether a place that has nothing cached may cost as little as the best one of the others."""
+        if not hits:
+            return True
+        if self.candidates.lone_ranks and sum(map(len, hits.values())) == len(views):
+            return False  # there is none
+        return len(views) <= FEW or _near(least) >= cost.least_fresh(views, self.candidates.heaviest(cost.role))
+
+    def _one_of(self, near: list[_Priced], turn: int) -> _Priced:
+        """One place of those that cost nearly the same. A node that has something cached is there once."""
+        known = {spot[0].name for _, spot, hit in near if hit is not NO_HIT}
+        if known:
+            near = [each for each in near if each[2] is not NO_HIT or each[1][0].name not in known]
+        return near[self._which([spot[0] for _, spot, _ in near], turn)]
+
+    def _hit_at(self, role: Role, spot: Spot) -> Hit:
+        return next((hit for hit, spots in self._hits[role].items() if spot in spots), NO_HIT)
 
     def _which(self, views: Sequence[NodeView], turn: int) -> int:
         """The session's own, where what is cached is an estimate: all turns are at one place then, and proxies find the
@@ -250,15 +278,9 @@ class Comparison:
         did = [sum(map(_RECENT, views[index].places)) for index in few]
         return few[did.index(min(did))]
 
-    def _fresh_estimate(self, cost: Cost, view: NodeView) -> Estimate:
-        """With what its lightest rank has cached after all, where that hardly matters."""
-        hits = self._hits[cost.role]
-        hit = next((hit for each, place, hit in hits if each is view and place is view.lightest), NO_HIT)
-        return cost.at(view, view.lightest, hit)
-
-    def _guessed(self, views: Sequence[NodeView], session: int) -> list[PlaceHit]:
+    def _guessed(self, views: Sequence[NodeView], session: int) -> Hits:
         own, tokens = views[own_index(views, session)], int(self.tokens * SESSION_SHARE)
-        return [(own, own.places[session % len(own.places)], Hit(tokens, tokens))]
+        return {Hit(tokens, tokens): [(own, own.places[session % len(own.places)])]}
 
     def reason(self, chosen: Estimate, role: Role) -> RouteReason:
         """Why this place computes the prompt."""
@@ -276,7 +298,9 @@ class Comparison:
     def plan(self, prefill: Estimate, decode: Estimate) -> Plan:
         """One place computes the prompt, and another one takes it over."""
         return Plan(
-            prefill.view.node, decode.view.node, None, None, None, self._rank(prefill), self._rank(decode),
+            prefill.view.node, decode.view.node, None, None, None,
+            self._rank(prefill) if len(prefill.view.places) > 1 else None,
+            self._rank(decode) if len(decode.view.places) > 1 else None,
             self.reason(prefill, Role.PREFILL), self.tokens, prefill.hit, decode.hit,
             self.tokens - prefill.hit.resume, prefill.seconds, decode.seconds,
         )  # fmt: skip
@@ -294,25 +318,59 @@ class Comparison:
         return chosen.place.rank if several else None
 
 
-_NOTHING_CACHED: Mapping[Role, Sequence[PlaceHit]] = MappingProxyType(dict.fromkeys(Role, ()))
+_NOTHING_CACHED: Mapping[Role, Hits] = MappingProxyType({role: MappingProxyType({}) for role in Role})
 
 
-def _of_cohort(hits: Sequence[PlaceHit], cohort: str) -> list[PlaceHit]:
-    return [hit for hit in hits if hit[0].node.cohort in ("", cohort)]
+def _estimates(cost: Cost, hits: Iterable[tuple[Hit, Sequence[Spot]]]) -> list[Estimate]:
+    return [
+        Estimate(*price, *spot, hit)
+        for hit, spots in hits
+        for price, spot in zip(cost.prices(hit, spots), spots, strict=True)
+    ]
 
 
-def _by_role(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Role, Sequence[PlaceHit]]:
+def _estimate(cost: Cost, spot: Spot, hit: Hit) -> Estimate:
+    return Estimate(*cost.prices(hit, [spot])[0], *spot, hit)
+
+
+def _keep_states(spots: Sequence[Spot]) -> bool:
+    """Whether any of these places keeps states."""
+    return spots[0][0].node.keeps_states or any(view.node.keeps_states for view, _ in spots)
+
+
+def _having(hits: Hits, wanted: Callable[[NodeView], bool]) -> Hits:
+    """Those on nodes of which this is true."""
+    found = {hit: [spot for spot in spots if wanted(spot[0])] for hit, spots in hits.items()}
+    return {hit: spots for hit, spots in found.items() if spots}
+
+
+def _of_cohort(hits: Hits, cohort: str) -> Hits:
+    return _having(hits, lambda view: view.node.cohort in ("", cohort))
+
+
+def _by_role(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Role, Hits]:
     """Hits on places that may get the request. A leg that cannot name a rank meets any of its node's."""
     if not candidates.needs.names_rank:
         hits = _mean_over_ranks(candidates, hits)
-    found: dict[Role, list[PlaceHit]] = {Role.PREFILL: [], Role.DECODE: []}
-    views = candidates.by_name()
+    found = {
+        Role.PREFILL: _of_role(candidates.spots(Role.PREFILL), hits),
+        Role.DECODE: _of_role(candidates.spots(Role.DECODE), hits),
+    }
+    if candidates.restricted:
+        return {role: _having(each, candidates.may_take) for role, each in found.items()}
+    return found
+
+
+def _of_role(spots: Mapping[tuple[str, int], Spot], hits: Mapping[Place, Hit]) -> Hits:
+    found: dict[Hit, list[Spot]] = {}
     for place, hit in hits.items():
-        view = views.get(place.node)
-        if view is not None and place.rank < len(view.places):
-            ranked = (view, view.places[place.rank], hit)
-            for role in view.node.roles:
-                found[role].append(ranked)
+        spot = spots.get(place)
+        if spot is not None:
+            alike = found.get(hit)
+            if alike is None:
+                found[hit] = [spot]
+            else:
+                alike.append(spot)
     return found
 
 
@@ -321,8 +379,8 @@ def _mean_over_ranks(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mappi
     for place, hit in hits.items():
         attention, resume = sums.get(place.node, (0, 0))
         sums[place.node] = attention + hit.attention, resume + hit.resume
-    views = candidates.by_name()
-    ranks = {name: views[name].node.ranks for name in sums if name in views}
+    first = [spots.get((name, 0)) for name in sums for spots in map(candidates.spots, Role)]
+    ranks = {spot[0].name: spot[0].node.ranks for spot in first if spot is not None}
     return {Place(name): Hit(*(tokens // ranks[name] for tokens in sums[name])) for name in ranks}
 
 

@@ -19,12 +19,14 @@ will lack there (`lost_tokens`): so conversations go to places that have room be
 import operator
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
+
+import msgspec
 
 from pdproxy.nodes.load import Load, PlaceLoad, Work
-from pdproxy.nodes.node import Node, NodeView, Role
+from pdproxy.nodes.node import Node, NodeView, Role, Spot
 from pdproxy.planning.plan_types import NextTurn
-from pdproxy.planning.prefix import NO_HIT, Hit, Place
+from pdproxy.planning.prefix import Hit, Place
 
 COPY_SHARE = 1.0
 """The part of the cost to compute once more what a place lacks and another has. With 0 a shared prefix spreads at the
@@ -40,6 +42,8 @@ SEQUENCE_SECONDS = 0.01
 SELDOM_LOST = 3
 """The power by which a turn loses less where blocks stay longer: an eighth where they stay twice as long."""
 _CROWD = operator.attrgetter("lightest.crowd")
+_BELOW = 1.0 - 1e-9
+"""Times a bound, so that no rounding brings a price below it."""
 
 
 def covered_tokens(node: Node, tokens: int) -> int:
@@ -75,7 +79,7 @@ def lost_tokens(turn: NextTurn | None, stays: Mapping[Place, float]) -> Mapping[
     }
 
 
-class Estimate(NamedTuple):
+class Estimate(msgspec.Struct, frozen=True):
     """The cost at one place: ``score`` compares places, ``seconds`` is how long the request is expected to take.
 
     Attributes:
@@ -89,8 +93,10 @@ class Estimate(NamedTuple):
     hit: Hit
 
 
-PlaceHit = tuple[NodeView, PlaceLoad, Hit]
-"""A place, and what it has cached."""
+Price: TypeAlias = tuple[float, float]
+"""The score and the seconds of a place, as in `Estimate`."""
+Hits: TypeAlias = Mapping[Hit, Sequence[Spot]]
+"""The places that have something cached, by what they have: a system prompt is cached everywhere."""
 
 
 class Cost(Protocol):
@@ -99,18 +105,12 @@ class Cost(Protocol):
     @property
     def role(self) -> Role: ...
 
-    def scores(self, hits: Sequence[PlaceHit]) -> list[float]:
-        """The scores of places that have cached some of it, as by `at`. Fast: a system prompt is cached everywhere."""
-
-    def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        """The scores of nodes that have cached nothing of it, each on its lightest rank. Fast: there are many."""
+    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
+        """The prices of places that have all cached as much of it. Fast: a system prompt is cached everywhere."""
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float, /) -> float:
-        """A bound below all of these scores, also as rounded; ``heaviest``: the weight of the node that has most.
-        Faster than to find them."""
-
-    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
-        """The cost of one place."""
+        """A bound below the scores of nodes that have cached nothing; ``heaviest``: the weight of the node that has
+        most. Faster than to find them."""
 
 
 class PrefillCost:
@@ -124,9 +124,7 @@ class PrefillCost:
     """
 
     role = Role.PREFILL
-    __slots__ = (
-        "_book", "_busy_weight", "_deepest", "_fixed", "_fresh_seconds", "_later", "_lost", "_per_token", "_tokens",
-    )  # fmt: skip
+    __slots__ = ("_book", "_busy_weight", "_deepest", "_fixed", "_later", "_lost", "_per_token", "_tokens")
 
     def __init__(
         self, tokens: int, book: Load, deepest: int, lost: Mapping[Place, float] = NOTHING_LOST, *, cached: bool
@@ -134,58 +132,42 @@ class PrefillCost:
         self._lost = lost
         self._tokens, self._deepest, self._book = tokens, deepest, book
         self._fixed, self._per_token = book.pace(Work.PREFILL)
-        self._fresh_seconds = self._fixed + self._per_token * (tokens + COPY_SHARE * deepest)
-        self._busy_weight = book.busy_weight if cached else 0.0
-        self._later = (AGAINST_COPIES if deepest else LATER_PROMPTS) * book.usual if cached else 0.0
-        """The cost to later prompts of a place that is always busy."""
+        self._busy_weight = self._later = 0.0
+        if cached:
+            self._busy_weight = book.busy_weight
+            self._later = (AGAINST_COPIES if deepest else LATER_PROMPTS) * book.usual
+            """The cost to later prompts of a place that is always busy."""
 
-    def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        fixed, per_token, own_seconds = self._fixed, self._per_token, self._fresh_seconds
-        if_busy = (WAITING * (fixed + per_token * self._tokens) + self._later) * self._busy_weight
-        scores = [
+    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
+        fixed, per_token, tokens = self._fixed, self._per_token, self._tokens - hit.resume
+        own = fixed + per_token * tokens
+        copies = COPY_SHARE * max(0, self._deepest - hit.attention) * per_token
+        if_busy = (WAITING * own + self._later) * self._busy_weight
+        prices = [
             (
-                ((place := view.lightest).queued * per_token + place.legs * fixed + own_seconds) * place.prefill
-                + place.busy * if_busy
+                (
+                    (seconds := (place.queued * per_token + place.legs * fixed + own) * (factor := place.prefill))
+                    + copies * factor
+                    + place.busy * if_busy
+                )
+                / view.room,
+                seconds,
             )
-            / view.room
-            for view in views
+            for view, place in spots
         ]
-        if self._lost:
-            return [score + self._later_cost(view, view.lightest) for score, view in zip(scores, views, strict=True)]
-        return scores
+        return self._with_losses(prices, spots) if self._lost else prices
 
-    def scores(self, hits: Sequence[PlaceHit]) -> list[float]:
-        if self._lost:
-            return [self.at(*each).score for each in hits]
-        fixed, per_token, tokens, deepest = self._fixed, self._per_token, self._tokens, self._deepest
-        later, busy_weight = self._later, self._busy_weight
+    def _with_losses(self, prices: list[Price], spots: Sequence[Spot]) -> list[Price]:
+        """With what the next turn will lack there."""
+        lost, per_token = self._lost, self._per_token
         return [
-            (
-                ((place.legs + 1) * fixed + (place.queued + (own := tokens - hit.resume)) * per_token) * place.prefill
-                + (COPY_SHARE * lack * per_token * place.prefill if (lack := deepest - hit.attention) > 0 else 0.0)
-                + place.busy * busy_weight * (WAITING * (fixed + own * per_token) + later)
-            )
-            / view.room
-            for view, place, hit in hits
+            (score + lost.get(Place(view.name, place.rank), 0.0) * per_token * place.prefill / view.room, seconds)
+            for (score, seconds), (view, place) in zip(prices, spots, strict=True)
         ]
-
-    def _later_cost(self, view: NodeView, place: PlaceLoad) -> float:
-        """For what the next turn will lack there."""
-        lost = self._lost.get(Place(view.name, place.rank), 0.0)
-        return lost * self._per_token * place.prefill / view.room
-
-    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
-        fixed, per_token, own = self._fixed, self._per_token, self._tokens - hit.resume
-        seconds = ((place.legs + 1) * fixed + (place.queued + own) * per_token) * place.prefill
-        lacking = self._deepest - hit.attention
-        copies = COPY_SHARE * lacking * per_token * place.prefill if lacking > 0 else 0.0
-        if_busy = WAITING * (fixed + own * per_token) + self._later
-        waits = place.busy * self._busy_weight * if_busy
-        score = (seconds + copies + waits) / view.room
-        return Estimate(score + self._later_cost(view, place) if self._lost else score, seconds, view, place, hit)
 
     def least_fresh(self, _: Sequence[NodeView], heaviest: float) -> float:
-        return self._fresh_seconds * self._book.least_factor(Work.PREFILL) / heaviest
+        own = self._fixed + self._per_token * (self._tokens + COPY_SHARE * self._deepest)
+        return _BELOW * own * self._book.least_factor(Work.PREFILL) / heaviest
 
     def own_seconds(self, tokens: int) -> float:
         """Seconds for so many tokens of a prompt that is computed anyway."""
@@ -202,25 +184,16 @@ class HandOverCost:
         self._tokens, self._book = tokens, book
         self._fixed, self._per_token = book.pace(Work.HAND_OVER)
 
-    def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        own, each = self._fixed + self._per_token * self._tokens, SEQUENCE_SECONDS
-        return [((place := view.lightest).hand_over * own + place.crowd * each + each) / view.room for view in views]
-
-    def scores(self, hits: Sequence[PlaceHit]) -> list[float]:
-        fixed, per_token, tokens, each = self._fixed, self._per_token, self._tokens, SEQUENCE_SECONDS
+    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
+        moved, each = self._fixed + self._per_token * (self._tokens - hit.attention), SEQUENCE_SECONDS
         return [
-            ((fixed + per_token * (tokens - hit.attention)) * place.hand_over + (place.crowd + 1) * each) / view.room
-            for view, place, hit in hits
+            ((seconds := place.hand_over * moved + place.crowd * each + each) / view.room, seconds)
+            for view, place in spots
         ]
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
         own = (self._fixed + self._per_token * self._tokens) * self._book.least_factor(Work.HAND_OVER)
-        return (own + _least_crowd(views) * SEQUENCE_SECONDS + SEQUENCE_SECONDS) / heaviest
-
-    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
-        moved = self._fixed + self._per_token * (self._tokens - hit.attention)
-        seconds = moved * place.hand_over + (place.crowd + 1) * SEQUENCE_SECONDS
-        return Estimate(seconds / view.room, seconds, view, place, hit)
+        return _BELOW * (own + _least_crowd(views) * SEQUENCE_SECONDS + SEQUENCE_SECONDS) / heaviest
 
 
 class LocalCost:
@@ -233,30 +206,20 @@ class LocalCost:
         self._tokens, self._book = tokens, book
         self._fixed, self._per_token = book.pace(Work.LOCAL)
 
-    def fresh(self, views: Sequence[NodeView]) -> list[float]:
+    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
         per_token, each = self._per_token, SEQUENCE_SECONDS
-        own = self._fixed + per_token * self._tokens
+        own = self._fixed + per_token * (self._tokens - hit.resume)
         return [
-            (((place := view.lightest).queued * per_token + own) * place.local + place.crowd * each + each) / view.room
-            for view in views
-        ]
-
-    def scores(self, hits: Sequence[PlaceHit]) -> list[float]:
-        fixed, per_token, tokens, each = self._fixed, self._per_token, self._tokens, SEQUENCE_SECONDS
-        return [
-            ((fixed + per_token * (place.queued + tokens - hit.resume)) * place.local + (place.crowd + 1) * each)
-            / view.room
-            for view, place, hit in hits
+            (
+                (seconds := (place.queued * per_token + own) * place.local + place.crowd * each + each) / view.room,
+                seconds,
+            )
+            for view, place in spots
         ]
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
         own = (self._fixed + self._per_token * self._tokens) * self._book.least_factor(Work.LOCAL)
-        return (own + _least_crowd(views) * SEQUENCE_SECONDS + SEQUENCE_SECONDS) / heaviest
-
-    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
-        own = self._fixed + self._per_token * (place.queued + self._tokens - hit.resume)
-        seconds = own * place.local + (place.crowd + 1) * SEQUENCE_SECONDS
-        return Estimate(seconds / view.room, seconds, view, place, hit)
+        return _BELOW * (own + _least_crowd(views) * SEQUENCE_SECONDS + SEQUENCE_SECONDS) / heaviest
 
     def stall(self, estimate: Estimate) -> float:
         """Seconds for which the streams there get no token: the longer of what is to be computed already, and this.
@@ -275,19 +238,16 @@ class SharedPrefillCost(PrefillCost):
 
     __slots__ = ()
 
-    def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        return [self.at(view, view.lightest, NO_HIT).score for view in views]
-
-    def scores(self, hits: Sequence[PlaceHit]) -> list[float]:
-        return [self.at(*each).score for each in hits]
-
-    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
-        plain, fixed = super().at(view, place, hit), self._fixed
-        streams = place.legs - place.prompts
-        seconds = plain.seconds - streams * fixed * place.prefill
-        own = (fixed + (self._tokens - hit.resume) * self._per_token) * place.prefill
-        added = seconds - plain.seconds + streams * own * self._book.stall_weight
-        return Estimate(plain.score + added / view.room, seconds, view, place, hit)
+    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
+        own, fixed = self._fixed + (self._tokens - hit.resume) * self._per_token, self._fixed
+        weight = self._book.stall_weight
+        return [
+            (
+                score + (streams := place.legs - place.prompts) * place.prefill * (own * weight - fixed) / view.room,
+                seconds - streams * fixed * place.prefill,
+            )
+            for (score, seconds), (view, place) in zip(super().prices(hit, spots), spots, strict=True)
+        ]
 
 
 class SharedHandOverCost(HandOverCost):
@@ -300,17 +260,15 @@ class SharedHandOverCost(HandOverCost):
         super().__init__(tokens, book)
         self._prompt_seconds = book.pace(Work.PREFILL).per_token
 
-    def fresh(self, views: Sequence[NodeView]) -> list[float]:
-        return [self.at(view, view.lightest, NO_HIT).score for view in views]
-
-    def scores(self, hits: Sequence[PlaceHit]) -> list[float]:
-        return [self.at(*each).score for each in hits]
-
-    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
-        plain = super().at(view, place, hit)
-        first = place.queued * self._prompt_seconds * place.prefill
-        score = plain.score + (first + self._book.answer_stalls(place)) / view.room
-        return Estimate(score, plain.seconds + first, view, place, hit)
+    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
+        per_token, answer_stalls = self._prompt_seconds, self._book.answer_stalls
+        return [
+            (
+                score + ((first := place.queued * per_token * place.prefill) + answer_stalls(place)) / view.room,
+                seconds + first,
+            )
+            for (score, seconds), (view, place) in zip(super().prices(hit, spots), spots, strict=True)
+        ]
 
 
 class SharedLocalCost(SharedPrefillCost):
@@ -319,11 +277,15 @@ class SharedLocalCost(SharedPrefillCost):
     role = Role.DECODE
     __slots__ = ()
 
-    def at(self, view: NodeView, place: PlaceLoad, hit: Hit) -> Estimate:
-        computing = super().at(view, place, hit)
-        joining = (place.crowd + 1) * SEQUENCE_SECONDS
-        score = computing.score + (joining + self._book.answer_stalls(place)) / view.room
-        return Estimate(score, computing.seconds + joining, view, place, hit)
+    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
+        answer_stalls = self._book.answer_stalls
+        return [
+            (
+                score + ((joining := (place.crowd + 1) * SEQUENCE_SECONDS) + answer_stalls(place)) / view.room,
+                seconds + joining,
+            )
+            for (score, seconds), (view, place) in zip(super().prices(hit, spots), spots, strict=True)
+        ]
 
 
 def _least_crowd(views: Sequence[NodeView]) -> float:

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from pdproxy.nodes.node import Bars, Node, NodeGroup, NodeView, PoolState, Role, Seeds
+from pdproxy.nodes.node import Bars, Node, NodeGroup, NodeView, PoolState, Role, Seeds, Spot
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.reasons import LocalReason, NoNodeReason
@@ -25,11 +25,13 @@ class Candidates:
         bars: of the pool.
         book: how fast the places are, and how busy they were.
         needs: what the plan is made for.
+        restricted: whether any of them must not get it: see `may_take`.
         may_pair: whether there is a pair at all, but for bars and nodes that failed this request.
         shared: whether any node has both roles.
+        lone_ranks: whether each node is one place.
     """
 
-    __slots__ = ("_restricted", "_served", "bars", "book", "may_pair", "needs", "shared")
+    __slots__ = ("_served", "bars", "book", "lone_ranks", "may_pair", "needs", "restricted", "shared")
 
     def __init__(self, pool_state: PoolState, needs: PlanInput) -> None:
         """Raises UnknownModel where no decode node, in whatever state, serves the model."""
@@ -37,8 +39,8 @@ class Candidates:
             raise UnknownModel(needs.model, pool_state.models)
         self.needs = needs
         self._served = served = pool_state.served(needs.model)
-        self._restricted = bool(needs.excluded) or needs.partner is not None
-        self.may_pair, self.shared = served.pairs, served.shared
+        self.restricted = bool(needs.excluded) or needs.partner is not None
+        self.may_pair, self.shared, self.lone_ranks = served.pairs, served.shared, served.lone_ranks
         self.bars, self.book = pool_state.bars, pool_state.load
 
     def serving(self, role: Role) -> Sequence[NodeView]:
@@ -56,7 +58,7 @@ class Candidates:
     def open(self, role: Role) -> Sequence[NodeView]:
         """Those that may get it, in the order of joining."""
         views = self._served.all.of(role)
-        return tuple(filter(self.may_take, views)) if self._restricted else views
+        return tuple(filter(self.may_take, views)) if self.restricted else views
 
     def may_take(self, view: NodeView) -> bool:
         """Whether one that serves the model may get this request."""
@@ -66,7 +68,7 @@ class Candidates:
     def cohorts(self) -> Sequence[NodeGroup]:
         """Those of each cohort; bars are not looked at."""
         cohorts = self._served.cohorts
-        if not self._restricted:
+        if not self.restricted:
             return cohorts
         may = self.may_take
         return [
@@ -74,10 +76,10 @@ class Candidates:
             for each in cohorts
         ]
 
-    def by_name(self) -> Mapping[str, NodeView]:
-        """The nodes that may get it, of either role, by their names."""
-        views = self._served.by_name
-        return {name: view for name, view in views.items() if self.may_take(view)} if self._restricted else views
+    def spots(self, role: Role) -> Mapping[tuple[str, int], Spot]:
+        """The places of the nodes of a role that take requests for the model, by the node's name and the rank. Those
+        that must not get this one are included: see `may_take`."""
+        return self._served.spots[role]
 
     def allow(self, prefill: Node, decode: Node) -> bool:
         """Whether a ticket can pass from one to the other."""

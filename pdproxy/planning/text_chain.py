@@ -4,6 +4,7 @@ A prompt is a chain of *marks*: one after each `CHUNK` bytes of a part of its te
 hash of all that comes before it.
 """
 
+import itertools
 from array import array
 from collections.abc import Sequence
 
@@ -63,12 +64,9 @@ def chain_of_ids(model: str, salt: str, ids: Sequence[int]) -> Chain:
 
 def _chain(model: str, salt: str, pieces: Sequence[Piece], *, goes_on_after: int = 0, in_tokens: bool = False) -> Chain:
     """``goes_on_after``: the size of a whole piece, where later prompts may go on from within a shorter last one."""
-    before, last, end = 0, hash(salt), 0
-    hashes, ends = array("q"), array("q")
-    for piece in pieces:
-        before, last, end = last, hash((last, piece)), end + len(piece)
-        hashes.append(last)
-        ends.append(end)
-    ends_within = len(pieces) > 1 and len(pieces[-1]) < goes_on_after
-    tail = (before, len(pieces[-1])) if ends_within else None
+    last = hash(salt)
+    hashes = array("q", [last := hash((last, piece)) for piece in pieces])
+    ends, tail = array("q", itertools.accumulate(map(len, pieces))), None
+    if len(pieces) > 1 and len(pieces[-1]) < goes_on_after:
+        tail = hashes[-2], len(pieces[-1])
     return Chain(model, hashes, ends, tuple(pieces), tail, in_tokens)

@@ -15,11 +15,10 @@ tokens lie before; elsewhere within a prompt that is estimated, with less rather
 
 import bisect
 import collections
-import dataclasses
 import enum
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -55,8 +54,7 @@ class KeptStates(enum.Enum):
     """The place takes the prompt over, and keeps no state."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Mark:
+class _Mark(msgspec.Struct):
     """Where a mark was met; monotonic seconds.
 
     ``tokens``: up to here, where a node counted them; 0 for unknown. ``tails``: lengths of the last pieces of prompts
@@ -64,12 +62,27 @@ class _Mark:
     for none. ``shared``: tokens that those have in common which part here; None where none was compared.
     """
 
-    met: dict[Place, float]
+    met: dict[Place, float] = {}
     states: dict[Place, float] | None = None
     tokens: int = 0
     tails: tuple[int, ...] = ()
     rendered: int | None = None
     shared: int | None = None
+
+    def keep_state(self, place: Place, now: float) -> None:
+        """The place has a state here."""
+        if self.states is None:
+            self.states = {place: now}
+        else:
+            self.states[place] = now
+
+
+class _Marks(collections.OrderedDict[int, _Mark]):
+    """The mark of each hash, made where it is first asked for; the one that was not met for longest is first."""
+
+    def __missing__(self, value: int) -> _Mark:
+        self[value] = made = _Mark()
+        return made
 
 
 class TextIndex:
@@ -81,7 +94,7 @@ class TextIndex:
         self._endings = collections.defaultdict[str, int](int)
         """Tokens at the end of each model's prompts that were seen to be missing in those that go on from them."""
         self._life = life
-        self._marks: collections.OrderedDict[int, _Mark] = collections.OrderedDict()
+        self._marks = _Marks()
         self._sizes = collections.defaultdict[str, list[float]](lambda: [BYTES_PER_TOKEN, 1.0])
         """Bytes and tokens of the prompts of each model, later ones with more weight."""
 
@@ -90,15 +103,17 @@ class TextIndex:
 
     def tokens(self, chain: Chain, end: int | None = None) -> int:
         """About how many tokens the whole prompt has, or its first ``end`` marks."""
-        end = len(chain.ends) if end is None else end
-        if chain.in_tokens:
-            return chain.ends[end - 1] if end else 0
+        ends, hashes, find = chain.ends, chain.hashes, self._marks.get
+        end = len(ends) if end is None else end
+        if not end or chain.in_tokens:
+            return ends[end - 1] if end else 0
         for known in range(end, 0, -1):
-            mark = self._marks.get(chain.hashes[known - 1])
+            mark = find(hashes[known - 1])
             if mark is not None and mark.tokens:
-                rest = chain.ends[end - 1] - chain.ends[known - 1]
-                return mark.tokens + (math.ceil(rest / self._bytes_per_token(chain.model)) if rest else 0)
-        return math.ceil((chain.ends[end - 1] if end else 0) / self._bytes_per_token(chain.model))
+                if known == end:
+                    return mark.tokens
+                return mark.tokens + math.ceil((ends[end - 1] - ends[known - 1]) / self._bytes_per_token(chain.model))
+        return math.ceil(ends[end - 1] / self._bytes_per_token(chain.model))
 
     def refined(self, chain: Chain) -> Chain:
         """With marks, after the last one that was met, where prompts ended that this one goes on from."""
@@ -115,41 +130,47 @@ class TextIndex:
 
     def look_up(self, chain: Chain, now: float) -> dict[Place, Hit]:
         """How many tokens of the prompt each place may have cached; not yet cut to blocks."""
-        depths, states = self._deepest(chain, now - self._life)
+        known, oldest = self._known(chain), now - self._life
+        if not known:
+            return {}
+        path = list(map(self._marks.__getitem__, chain.hashes[:known]))
+        depths = {place: known for place, met in path[-1].met.items() if met >= oldest}
+        if len(path[0].met) > len(depths):  # for who met any mark met the first
+            _add_shallower(depths, path, oldest)
+        states = _deepest_states(path, depths, oldest)
         tokens = {end: self.tokens(chain, end) for end in {*depths.values(), *states.values()}}
         tokens[0] = 0
         state_of = states.get
         return {place: Hit(tokens[end], tokens[state_of(place, 0)]) for place, end in depths.items()}
 
-    def _deepest(self, chain: Chain, oldest: float) -> tuple[dict[Place, int], dict[Place, int]]:
-        """The last of its marks that each place met since then, and the last one before at which it has a state."""
-        depths, states = dict[Place, int](), dict[Place, int]()
-        for end in range(self._known(chain), 0, -1):
-            mark = self._marks[chain.hashes[end - 1]]
-            if not depths:
-                depths = {place: end for place, met in mark.met.items() if met >= oldest}
-            elif len(mark.met) > len(depths):
-                for place, met in mark.met.items():
-                    if met >= oldest and place not in depths:
-                        depths[place] = end
-            if mark.states:
-                for place, met in mark.states.items():
-                    if met >= oldest and place in depths and place not in states:
-                        states[place] = end
-        return depths, states
-
     def sent(self, chain: Chain, places: Mapping[Place, KeptStates], now: float) -> None:
         """The prompt goes to these places."""
-        whole, met = len(chain.hashes), dict.fromkeys(places, now)
-        parts = {place: self._met(chain, place, now) for place, keeps in places.items() if keeps is KeptStates.ALL}
-        for mark in self._touched(chain):
+        hashes, marks = chain.hashes, self._marks
+        if not hashes:
+            return
+        last = marks.get(hashes[-1])
+        for place, keeps in places.items():
+            if keeps is KeptStates.ALL and (last is None or place not in last.met):
+                self._branch(chain, place, now)
+        met, touched = dict.fromkeys(places, now), self._touched(chain)
+        for mark in touched:
             mark.met |= met
         for place, keeps in places.items():
-            if 0 < parts.get(place, 0) < whole:
-                self._keep_state(chain, parts[place], place, now)
             if keeps is not KeptStates.NONE:
-                self._keep_state(chain, whole, place, now)
-        self._drop_oldest()
+                touched[0].keep_state(place, now)
+        if len(marks) > self._most_marks:
+            self._drop_oldest()
+
+    def _branch(self, chain: Chain, place: Place, now: float) -> None:
+        """The place has a state from now on where the prompt parts from what it met before."""
+        hashes, marks = chain.hashes, self._marks
+        for end in range(self._known(chain), 0, -1):
+            mark = marks[hashes[end - 1]]
+            met = mark.met.get(place)
+            if met is not None:
+                if now - met <= self._life:
+                    mark.keep_state(place, now)
+                return
 
     def counted(self, chain: Chain, tokens: int) -> None:
         """A node counted the tokens of the whole prompt."""
@@ -182,7 +203,8 @@ class TextIndex:
         end, before = self._last_rendered(chain)
         if before is not None:
             self._compare(chain, end, before, rendering)
-        for at, mark in zip(range(len(chain.hashes), 0, -1), self._touched(chain), strict=True):
+        touched = self._touched(chain)
+        for at, mark in zip(range(len(touched), 0, -1), touched, strict=True):
             mark.rendered = chain.hashes[-1]
             mark.shared = None if at > end else mark.shared
         self._renderings.keep(chain.hashes[-1], rendering)
@@ -200,8 +222,9 @@ class TextIndex:
         """The place resumed after so many tokens: there is a state, unknown until now, at the last mark before."""
         ends = range(1, len(chain.hashes) + 1)
         end = bisect.bisect_right(ends, cached, key=lambda each: self.tokens(chain, each))
-        if end:
-            self._keep_state(chain, end, place, now)
+        mark = self._marks.get(chain.hashes[end - 1]) if end else None
+        if mark is not None:
+            mark.keep_state(place, now)
 
     def _last_rendered(self, chain: Chain) -> tuple[int, Rendering | None]:
         """The last of its marks that a prompt went through whose rendering is kept, and that rendering."""
@@ -244,45 +267,50 @@ class TextIndex:
             mark.shared = None if mark.shared is None else min(mark.shared, common)
         self._marks[value].shared = common
 
-    def _touched(self, chain: Chain) -> Iterator[_Mark]:
+    def _touched(self, chain: Chain) -> list[_Mark]:
         """All marks of a prompt, the last first: what is forgotten first is then a chain's end, not its beginning."""
-        for value in reversed(chain.hashes):
-            mark = self._marks.get(value)
-            if mark is None:
-                mark = self._marks[value] = _Mark({})
-            self._marks.move_to_end(value)
-            yield mark
-        self._end_within(chain)
+        marks, hashes = self._marks, chain.hashes
+        touched = list(map(marks.__getitem__, reversed(hashes)))
+        collections.deque(map(marks.move_to_end, reversed(hashes)), maxlen=0)
+        if chain.tail is not None:
+            self._end_within(*chain.tail)
+        return touched
 
     def _drop_oldest(self) -> None:
         while len(self._marks) > self._most_marks:
             self._marks.popitem(last=False)
 
-    def _end_within(self, chain: Chain) -> None:
+    def _end_within(self, before: int, length: int) -> None:
         """Remember where a prompt ends between two marks, for the one that goes on from there."""
-        mark = self._marks.get(chain.tail[0]) if chain.tail is not None else None
-        if mark is not None and chain.tail is not None:
-            length = chain.tail[1]
+        mark = self._marks.get(before)
+        if mark is not None and length not in mark.tails[-1:]:
             mark.tails = (*(each for each in mark.tails if each != length), length)[-MOST_TAILS:]
 
     def _known(self, chain: Chain) -> int:
         """How many of the first marks were met anywhere."""
-        return bisect.bisect_left(chain.hashes, True, key=lambda value: value not in self._marks)
-
-    def _met(self, chain: Chain, place: Place, now: float) -> int:
-        """How many of the first marks this place has met."""
-        for end in range(self._known(chain), 0, -1):
-            met = self._marks[chain.hashes[end - 1]].met.get(place)
-            if met is not None:
-                return end if now - met <= self._life else 0
-        return 0
-
-    def _keep_state(self, chain: Chain, end: int, place: Place, now: float) -> None:
-        mark = self._marks.get(chain.hashes[end - 1]) if end else None
-        if mark is not None:
-            mark.states = mark.states or {}
-            mark.states[place] = now
+        hashes, marks = chain.hashes, self._marks
+        if not hashes or hashes[-1] in marks:  # a prompt that is asked again
+            return len(hashes)
+        return bisect.bisect_left(hashes, True, key=lambda value: value not in marks)
 
     def _bytes_per_token(self, model: str) -> float:
         size, tokens = self._sizes.get(model) or (BYTES_PER_TOKEN, 1.0)
         return max(size / tokens, 0.5)
+
+
+def _add_shallower(depths: dict[Place, int], path: Sequence[_Mark], oldest: float) -> None:
+    """The last mark of those places that met one since then, and not the last one."""
+    for end in range(len(path) - 1, 0, -1):
+        for place, met in path[end - 1].met.items():
+            if met >= oldest and place not in depths:
+                depths[place] = end
+
+
+def _deepest_states(path: Sequence[_Mark], depths: Mapping[Place, int], oldest: float) -> dict[Place, int]:
+    """The last mark at which each of these places has a state that it has kept or used since then."""
+    found: dict[Place, int] = {}
+    for end, states in [(end, mark.states) for end, mark in enumerate(path, 1) if mark.states][::-1]:
+        for place, met in states.items():
+            if met >= oldest and place in depths and place not in found:
+                found[place] = end
+    return found

@@ -97,7 +97,7 @@ class Unbounded:
     """A cost that says nothing of what nodes cost at least which have cached nothing: all of them are looked at."""
 
     def __init__(self, cost: Cost) -> None:
-        self.fresh, self.scores, self.at, self.role = cost.fresh, cost.scores, cost.at, cost.role
+        self.prices, self.role = cost.prices, cost.role
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
         """Less than any."""
@@ -138,10 +138,3 @@ def test_nodes_that_are_not_looked_at_could_not_have_been_chosen(compared: Compa
     for cost, role in costs:
         views, hits = compared.candidates.open(role), compared.hits(role)
         assert compared.best(cost, views, hits, turn) == compared.best(Unbounded(cost), views, hits, turn)
-
-
-@given(comparisons())
-def test_the_scores_of_places_are_those_of_each_place(compared: Comparison) -> None:
-    for cost in (compared.prefill, compared.hand_over, compared.local()):
-        hits = [*compared.hits(Role.PREFILL), *compared.hits(Role.DECODE)]
-        assert cost.scores(hits) == [cost.at(*each).score for each in hits]
