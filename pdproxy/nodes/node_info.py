@@ -62,6 +62,8 @@ class ModelCard:
         model = configured.model or node.model or next(iter(self.names), "")
         aliases = dict.fromkeys((*configured.aliases, *(name for name in self.names if name != model)))
         cards = node.cards if _lasting(node.cards) == _lasting(self.cards) else self.cards
+        if model == node.model and tuple(aliases) == node.aliases and cards is node.cards:
+            return node
         return dataclasses.replace(node, model=model, aliases=tuple(aliases), cards=cards)
 
 

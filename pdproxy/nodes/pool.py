@@ -117,6 +117,7 @@ class Pool:
             self._latest = None  # a trial decides whether a node that is on trial takes requests
         if entry.view.active == 1:
             entry.idle.clear()
+            entry.busy_since = self.clock.now()
         return slot
 
     def leg_began(self, name: str, leg: Leg) -> None:
@@ -465,6 +466,12 @@ class Pool:
         entry = self._entries.get(name)
         return math.inf if entry is None else entry.silent_since()
 
+    def silent(self, since: float) -> list[NodeView]:
+        """The nodes that have had legs since then at least, and from which nothing has come for any since. Cheap: all
+        nodes are looked at many times a second."""
+        entries = self._entries.values()
+        return [each.view for each in entries if each.progressed_at <= since and each.busy_since <= since]
+
     def _release(self, entry: PoolEntry, slot: Slot) -> None:
         view = entry.view
         if slot.trial and view.trials:
@@ -472,6 +479,7 @@ class Pool:
             self._latest = None
         if view.active == 0:
             entry.idle.set()
+            entry.busy_since = math.inf
         if slot.takes_room:
             self._room_changed()
 

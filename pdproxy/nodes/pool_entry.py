@@ -61,6 +61,7 @@ class PoolEntry:
         joined_at: monotonic seconds when it was last let serve, after its preflight.
         well_at: when the last health probe began that found it well.
         progressed_at: monotonic seconds when a leg last received something from the node.
+        busy_since: since when legs have been in flight without a pause; inf while none are.
         leaving: set when running streams should move elsewhere.
         idle: set while no leg is in flight.
         slots: those that are held on it, in the order in which they were taken.
@@ -79,6 +80,7 @@ class PoolEntry:
     joined_at: float = float("-inf")
     well_at: float = float("-inf")
     progressed_at: float = float("-inf")
+    busy_since: float = math.inf
     leaving: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     idle: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     slots: dict["Slot", None] = dataclasses.field(default_factory=dict)

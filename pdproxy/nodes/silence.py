@@ -31,7 +31,7 @@ from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.nodes.health_check import ALIVE
 from pdproxy.nodes.join import OutageLog
-from pdproxy.nodes.node import Node, NodeView, Role, State
+from pdproxy.nodes.node import Node, NodeView, PoolState, Role, State
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.preflight import exchange
 from pdproxy.observe.labels import SilenceOutcome
@@ -129,6 +129,10 @@ class SilenceWatch:
         self._punctual_since = math.inf
         self._looked_at = math.inf
         self._watched: dict[str, _WatchedNode] = {}
+        self._state: PoolState | None = None
+        """The pool's, whose nodes are watched."""
+        self._doubted: set[str] = set()
+        """Names of nodes that are spared, or given up."""
 
     async def run(self) -> None:
         """Look at all nodes every `TICK`, until cancelled."""
@@ -144,23 +148,33 @@ class SilenceWatch:
         if self._is_late(now):
             self._punctual_since = now
         self._looked_at = now
-        views = self._pool.state().nodes
-        self._watched = {view.node.name: self._watched.get(view.node.name) or _WatchedNode() for view in views}
-        return [view.node for view in views if self._is_due(view, self._watched[view.node.name], now)]
+        state = self._pool.state()
+        if state is not self._state:
+            self._state = state
+            self._watched = {view.name: self._watched.get(view.name) or _WatchedNode() for view in state.nodes}
+        if self._doubted:
+            self._doubted = {name for name in self._doubted if self._stays_doubted(name)}
+        silent = now - self._config.silence
+        if self._punctual_since > silent:
+            return []
+        return [view.node for view in self._pool.silent(silent) if self._is_due(view, now)]
+
+    def _stays_doubted(self, name: str) -> bool:
+        """Whether it is still spared, or given up: a node that has nothing to do, or is back, is neither."""
+        watched = self._watched.get(name)
+        if watched is None:
+            return False
+        watched.given_up &= self._pool.lost(name)
+        watched.spared &= self._pool.silent_since(name) < math.inf
+        return watched.given_up or watched.spared
 
     def _is_late(self, now: float) -> bool:
         return now - self._looked_at > TICK + LATE
 
-    def _is_due(self, view: NodeView, watched: _WatchedNode, now: float) -> bool:
-        silence, since = self._config.silence, self._pool.silent_since(view.node.name)
-        lost = self._pool.lost(view.node.name)
-        watched.given_up &= lost
-        if watched.probing or lost or view.state not in _SERVING:
-            return False
-        if since == math.inf:
-            watched.spared = False
-            watched.quiet_until = now + silence  # its next leg may take its time, from about now on
-        return now >= max(since + silence, self._punctual_since + silence, watched.quiet_until)
+    def _is_due(self, view: NodeView, now: float) -> bool:
+        watched = self._watched[view.name]
+        idle = view.state not in _SERVING or self._pool.lost(view.name) or not view.active
+        return not (idle or watched.probing or now < watched.quiet_until)
 
     async def _examine(self, node: Node, watched: _WatchedNode) -> None:
         began, watched.probing = self._clock.now(), True
@@ -253,6 +267,8 @@ class SilenceWatch:
                 "node %s is silent and answers no probe, but others are too: health.failures decide", node.name
             )
         watched.spared = outcome is SilenceOutcome.TOO_MANY
+        if outcome in (SilenceOutcome.TOO_MANY, SilenceOutcome.GIVEN_UP):
+            self._doubted.add(node.name)
         if outcome is SilenceOutcome.GIVEN_UP:
             watched.given_up = True
             evidence = self._evidence(node)
