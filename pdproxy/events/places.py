@@ -216,7 +216,7 @@ class PlaceCaches:
 
     Attributes:
         known: by node, the scheme of its first place of which anything is known; nodes of which nothing is known are
-            left out. Plans ask for all nodes.
+            left out. Another mapping whenever that changes.
     """
 
     def __init__(self, clock: Clock, metrics: EventMetrics) -> None:
@@ -283,10 +283,9 @@ class PlaceCaches:
 
     def _note_known(self, node: str) -> None:
         known = next((feed.scheme for feed in self.of_node(node) if feed.known is not Known.NOTHING), None)
-        if known is None:
-            self.known.pop(node, None)
-        else:
-            self.known[node] = known
+        if known is not self.known.get(node):
+            others = {name: scheme for name, scheme in self.known.items() if name != node}
+            self.known = others if known is None else {**others, node: known}
 
     def _count(self, known: Known) -> int:
         return sum(feed.known is known for feed in self._feeds.values())

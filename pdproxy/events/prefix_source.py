@@ -15,7 +15,7 @@ from pdproxy.events.places import PlaceCaches, SchemeIndex
 from pdproxy.events.prompt_hashes import MOST_TOKENS, HashFinder, Ids, PromptHashes
 from pdproxy.events.token_ids import Waiting
 from pdproxy.legs.outline import BYTES_PER_TOKEN
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Node, NodeView, PoolState, ServingNodes
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import LookUp
@@ -35,11 +35,24 @@ _LOAD = operator.attrgetter("load")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The nodes that may get a request: ``render`` is the one to ask for token ids, ``prefills`` are there by name."""
+    """The nodes that may get a request.
 
-    render: Node
+    Attributes:
+        views: of these the prefill nodes, or all where there is none: they can be asked for token ids.
+        prefills: the prefill nodes by name.
+        rules: each `Node.match_rule` of these, and a node of it.
+        schemes: by which any of them hashes prompts.
+    """
+
+    views: Sequence[NodeView]
     prefills: Mapping[str, Node]
+    rules: Mapping[tuple[object, ...], Node]
     schemes: tuple[SchemeIndex, ...]
+
+    @property
+    def render(self) -> Node:
+        """The one to ask for token ids."""
+        return min(self.views, key=_LOAD).node
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,6 +82,9 @@ class EventPrefixSource:
         self._metrics = metrics
         self._background = background
         self._turnover = Turnover()
+        self._by_model: dict[str, _Candidates] = {}
+        self._of: tuple[PoolState, Mapping[str, SchemeIndex]] | None = None
+        """The nodes, and what is known of them, of which these are candidates."""
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """The cached part of the prompt; None where nothing is known, or it is not worth its cost. Never raises."""
@@ -158,7 +174,7 @@ class EventPrefixSource:
         for scheme in candidates.schemes:
             hashes = prompt.hashes.get(scheme.index.scheme)
             if hashes is not None:
-                hits |= _look_up(scheme.index, hashes, prompt.tokens, candidates.prefills, self._clock.now())
+                hits |= _look_up(scheme.index, hashes, prompt.tokens, candidates, self._clock.now())
         return hits
 
     def _expect_prompt(self, prompt: PromptHashes, plan: Plan) -> None:
@@ -186,32 +202,45 @@ class EventPrefixSource:
         """None where there is nothing to choose, nothing is known, or the model is an adapter, or may be."""
         if self._caches.empty:
             return None
-        model = sub_request.request.model
-        served = self._pool.state().served(model)
-        by_role = {role: served.all.of(role) for role in Role}
-        if served.alone:
-            return None
-        known = self._caches.known
-        schemes = {
-            id(scheme): scheme
-            for role in Role
-            for view in by_role[role]
-            if view.node.model == model and (scheme := known.get(view.name)) is not None
-        }
-        if not schemes:
-            return None
-        render = min(by_role[Role.PREFILL] or by_role[Role.DECODE], key=_LOAD)
-        prefills = {view.name: view.node for view in by_role[Role.PREFILL]}
-        return _Candidates(render.node, prefills, tuple(schemes.values()))
+        state, known, model = self._pool.state(), self._caches.known, sub_request.request.model
+        if self._of is None or self._of[0] is not state or self._of[1] is not known:
+            self._of = state, known
+            self._by_model.clear()
+        found = self._by_model.get(model)
+        if found is None:
+            found = _candidates(state.served(model), known, model)
+            if found is not None:  # so that clients' words do not fill the memory
+                self._by_model[model] = found
+        return found
+
+
+def _candidates(served: ServingNodes, known: Mapping[str, SchemeIndex], model: str) -> _Candidates | None:
+    if served.alone:
+        return None
+    prefills, decodes = served.all.prefills, served.all.decodes
+    schemes = {
+        id(scheme): scheme
+        for view in (*prefills, *decodes)
+        if view.node.model == model and (scheme := known.get(view.name)) is not None
+    }
+    if not schemes:
+        return None
+    nodes = [view.node for view in prefills]
+    return _Candidates(
+        prefills or decodes,
+        {node.name: node for node in nodes},
+        {node.match_rule: node for node in nodes},
+        tuple(schemes.values()),
+    )
 
 
 def _look_up(
-    index: PrefixIndex, hashes: Sequence[int], tokens: int, prefills: Mapping[str, Node], now: float
+    index: PrefixIndex, hashes: Sequence[int], tokens: int, candidates: _Candidates, now: float
 ) -> Mapping[Place, Hit]:
     """The hits of each place; those of a prefill node are of what its leg computes, whose last token is never a hit."""
     hits = index.look_up(hashes, tokens, now)
-    alike = {node.match_rule: node for node in prefills.values()}
-    covered = {rule: covered_tokens(node, tokens) for rule, node in alike.items()}
+    prefills = candidates.prefills
+    covered = {rule: covered_tokens(node, tokens) for rule, node in candidates.rules.items()}
     shorter = {leg: index.look_up(hashes, leg, now) for leg in set(covered.values())}
     found: dict[Place, Hit] = {}
     for place, hit in hits.items():
