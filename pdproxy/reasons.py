@@ -34,8 +34,6 @@ class LocalReason(enum.StrEnum):
     STORED_PROMPT = "stored_prompt"
     NO_PROMPT = "no_prompt"
     ONE_TOKEN = "one_token"
-    SHORT_PROMPT = "short_prompt"
-    """The prompt is shorter than ``policy.local_below_tokens``."""
     CACHED = "cached"
     """The decode node has most of the prompt cached, and computes the rest sooner than a prefill node could."""
     ALONE = "alone"

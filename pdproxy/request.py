@@ -214,7 +214,6 @@ class Shape(msgspec.Struct, frozen=True):
         wants_usage: the client asked for the final usage event.
         longest: tokens that one answer may have; None where the context is the limit.
         prompt_tokens: about how many tokens the prompt has.
-        most_prompt_tokens: how many it has at most; None where that is not known.
         media: the messages hold anything but text.
     """
 
@@ -225,7 +224,6 @@ class Shape(msgspec.Struct, frozen=True):
     wants_usage: bool = False
     longest: int | None = None
     prompt_tokens: int = 0
-    most_prompt_tokens: int | None = None
     media: bool = False
 
 

@@ -205,7 +205,6 @@ def orchestration_config(settings: Settings) -> OrchestrationConfig:
         on_no_decode=policy.on_no_decode,
         retries=policy.retries,
         migrations=policy.migrations,
-        local_below_tokens=policy.local_below_tokens,
         routing_policy=policy_named(policy.routing, policy.itl_budget),
         ticket_life=policy.ticket_life,
         queue=QueueLimits(limits.concurrency, limits.queue, limits.queue_seconds, limits.reserve),

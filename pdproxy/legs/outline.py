@@ -31,7 +31,7 @@ from pdproxy.raw_json import (
     pieces,
     value_of,
 )
-from pdproxy.request import Endpoint, Json, PromptText
+from pdproxy.request import Json, PromptText
 
 MEDIA = frozenset(
     {"image", "image_url", "image_embeds", "input_image", "audio_url", "input_audio", "audio_embeds", "video_url"}
@@ -59,27 +59,25 @@ class PromptFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         tokens: about how many: token ids are counted, text goes by its length, media count nothing.
-        most_tokens: an upper bound; None where the prompt is rendered by a template or is not text.
         media: the messages hold anything but text.
         text: of the prompt, from which marks are made.
     """
 
     tokens: int
-    most_tokens: int | None = None
     media: bool = False
     text: PromptText | None = None
 
 
-def facts_of(endpoint: Endpoint, body: Json) -> PromptFacts:
+def facts_of(body: Json) -> PromptFacts:
     """The facts of a body's prompt, found out at once."""
-    small = small_facts(endpoint, body)
-    return at_once(long_facts(endpoint, body)) if small is None else small
+    small = small_facts(body)
+    return at_once(long_facts(body)) if small is None else small
 
 
-def small_facts(endpoint: Endpoint, body: Json) -> PromptFacts | None:
+def small_facts(body: Json) -> PromptFacts | None:
     """The facts of a prompt that is decoded to be looked at; None for any other."""
     fields: dict[str, object] = {}
-    text_bytes, media, most = 0, False, None
+    text_bytes, media = 0, False
     for name in filter(body.__contains__, PROMPT_FIELDS):
         fields[name] = value = value_of(body[name])
         if isinstance(value, Raw):
@@ -87,29 +85,23 @@ def small_facts(endpoint: Endpoint, body: Json) -> PromptFacts | None:
         if name == "messages":
             media = _has_media(value)
         elif name == "prompt" and isinstance(value, list) and value and isinstance(value[0], int):
-            bound = len(value) if endpoint is Endpoint.COMPLETIONS else None
-            return PromptFacts(len(value), bound, text=PromptText([], fields=fields))
-        elif name == "prompt" and endpoint is Endpoint.COMPLETIONS:
-            most = _most_tokens(value)
+            return PromptFacts(len(value), text=PromptText([], fields=fields))
         text_bytes += text_length(value)
-    return PromptFacts(-(-text_bytes // BYTES_PER_TOKEN), most, media, PromptText([], fields=fields))
+    return PromptFacts(-(-text_bytes // BYTES_PER_TOKEN), media, PromptText([], fields=fields))
 
 
-def long_facts(endpoint: Endpoint, body: Json) -> Steps[PromptFacts]:
+def long_facts(body: Json) -> Steps[PromptFacts]:
     ids = body.get("prompt")
     count = yield from _id_count(ids)
     if count:
         long = isinstance(ids, Raw) and len(ids) > SMALL
         first = (yield from first_ids(ids, MOST_IDS)) if long and isinstance(ids, Raw) else array("I")
-        bound = count if endpoint is Endpoint.COMPLETIONS else None
-        return PromptFacts(count, bound, text=PromptText([], first) if long else None)
+        return PromptFacts(count, text=PromptText([], first) if long else None)
     outliner = Outliner()
     for name in PROMPT_FIELDS:
         if name in body:
             yield from outliner.look_at(name, value_of(body[name]))
-    most = _most_tokens(body.get("prompt")) if endpoint is Endpoint.COMPLETIONS else None
-    text = PromptText(outliner.parts)
-    return PromptFacts(-(-outliner.text_bytes // BYTES_PER_TOKEN), most, outliner.media, text)
+    return PromptFacts(-(-outliner.text_bytes // BYTES_PER_TOKEN), outliner.media, PromptText(outliner.parts))
 
 
 def _id_count(prompt: object) -> Steps[int]:
@@ -117,13 +109,6 @@ def _id_count(prompt: object) -> Steps[int]:
         kind = kind_of_items(prompt) if first_byte(prompt) == LIST else b""
         return (yield from count_ids(prompt)) if kind.isdigit() else 0
     return len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else 0
-
-
-def _most_tokens(prompt: object) -> int | None:
-    """A text has at most one token for each of its UTF-8 bytes, and one that marks its beginning."""
-    if isinstance(prompt, str):
-        return text_length(prompt) + 1
-    return len(prompt) if isinstance(prompt, Raw) and first_byte(prompt) == TEXT else None
 
 
 def text_length(value: object) -> int:

@@ -50,7 +50,7 @@ def shape(
 
     ``facts`` are those of its prompt, ``fields`` what `read_fields` made of it, where they are known. Raises as that.
     """
-    facts = facts_of(endpoint, body) if facts is None else facts
+    facts = facts_of(body) if facts is None else facts
     asked = dict(read_fields(endpoint, body) if fields is None else fields)
     for name in _LOOKED_AT.intersection(body):
         asked[name] = value_of(body[name])
@@ -64,7 +64,6 @@ def shape(
         wants_usage=_wants_usage(asked),
         longest=COMPLETIONS_DEFAULT_TOKENS if most is None and endpoint is Endpoint.COMPLETIONS else most,
         prompt_tokens=facts.tokens,
-        most_prompt_tokens=facts.most_tokens,
         media=facts.media,
     )
 

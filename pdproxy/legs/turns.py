@@ -4,7 +4,7 @@ import asyncio
 
 from pdproxy.legs.outline import LONG_AT_ONCE, PromptFacts, long_facts, small_facts
 from pdproxy.raw_json import Result, Steps
-from pdproxy.request import Endpoint, Json
+from pdproxy.request import Json
 
 
 async def in_turns(steps: Steps[Result]) -> Result:
@@ -24,10 +24,10 @@ class PromptReader:
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(LONG_AT_ONCE)
 
-    async def facts(self, endpoint: Endpoint, body: Json) -> PromptFacts:
+    async def facts(self, body: Json) -> PromptFacts:
         """The facts of a body's prompt; a long one is gone through in turns with everything else."""
-        small = small_facts(endpoint, body)
+        small = small_facts(body)
         if small is not None:
             return small
         async with self._places:
-            return await in_turns(long_facts(endpoint, body))
+            return await in_turns(long_facts(body))

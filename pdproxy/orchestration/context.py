@@ -19,8 +19,6 @@ from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
 from pdproxy.planning.cache_aware import CacheAware
 from pdproxy.planning.plan import PlanPolicy, RoutingPolicy
 from pdproxy.planning.shares import LimitsByKey
-from pdproxy.reasons import LocalReason
-from pdproxy.request import Shape
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 from pdproxy.transport.port import Timeouts, Transport
 
@@ -39,7 +37,6 @@ class OrchestrationConfig:
         on_no_decode: what follows where no decode node is left.
         retries: how often each leg may be tried again before the client gets a byte; unreachable nodes do not count.
         migrations: how often one stream may move to another decode node; 0 turns migration off.
-        local_below_tokens: prompts known to be shorter are computed on the decode node; 0 for none.
         routing_policy: how one is chosen among several nodes.
         fan_out: how many prompts of one list run at once.
         ticket_life: how long after its prefill a ticket may be tried on another decode node; at most the lease.
@@ -56,19 +53,11 @@ class OrchestrationConfig:
     on_no_decode: OnNoDecode = OnNoDecode.FAIL
     retries: int = 2
     migrations: int = 3
-    local_below_tokens: int = 0
     routing_policy: RoutingPolicy = dataclasses.field(default_factory=CacheAware)
     fan_out: int = 64
     ticket_life: float = 30.0
     queue: QueueLimits = dataclasses.field(default_factory=QueueLimits)
     decode_fill: float = 1.0
-
-    def why_local(self, shape: Shape) -> LocalReason | None:
-        """Why a prompt of this shape is computed on the decode node, whatever nodes there are; None where it is not."""
-        if shape.local is None and self.local_below_tokens:
-            most = shape.most_prompt_tokens
-            return LocalReason.SHORT_PROMPT if most is not None and most < self.local_below_tokens else None
-        return shape.local
 
     def prefill_timeouts(self, remaining_seconds: float) -> Timeouts:
         """For a prefill leg of a request that has so many seconds left."""

@@ -32,7 +32,7 @@ async def explain(context: OrchestrationContext, endpoint: Endpoint, raw: bytes)
     prefix = None if source is None else await source.look_up(sub_request)
     model, form = sub_request.request.model, sub_request.shape
     needs = PlanInput(
-        model, context.config.why_local(form), prefix=prefix, tokens=form.prompt_tokens,
+        model, form.local, prefix=prefix, tokens=form.prompt_tokens,
         names_rank=endpoint is not Endpoint.RESPONSES,
     )  # fmt: skip
     pool_state, policy = context.pool.state(), context.plan_policy
@@ -55,7 +55,7 @@ async def _sub_request(context: OrchestrationContext, endpoint: Endpoint, body: 
         raise ClientError(400, text, param=error.name, code="invalid_value") from error
     now, bodies = context.clock.now(), split(endpoint, body)
     request = ClientRequest("debug", endpoint, HeldBody[Json](body), (), model, False, 0, now, now, lambda: False)
-    facts = await PromptReader().facts(endpoint, bodies[0])
+    facts = await PromptReader().facts(bodies[0])
     return SubRequest(request, HeldBody[Json](bodies[0]), shape(endpoint, bodies[0], facts), "debug", text=facts.text)
 
 

@@ -57,7 +57,7 @@ class NodePicker:
         self._record = record
         self._failed = failed
         shape, request = sub_request.shape, sub_request.request
-        self._why_local = self.local = context.config.why_local(shape)
+        self.local = shape.local
         self._left_node = self._resuming = False
         self._cohort: str | None = None
         """The cohort of the node where a stream that has moved began."""
@@ -265,7 +265,7 @@ class NodePicker:
         self._left_node = True
         self._cohort = node.cohort if self._cohort is None else self._cohort
         self._resuming = move is Move.RESUMED
-        self.local = self._why_local
+        self.local = self._sub_request.shape.local
         self._failed.restart(Moment.RESUMING if self._resuming else Moment.OPENING, node.name)
 
     def other_than(self, name: str, move: Move) -> bool:

@@ -118,7 +118,7 @@ class Orchestrator:
         endpoint, model, lengths = request.endpoint, request.model, self._context.in_flight.output_lengths
         prompt = answers = 0
         for each in split(endpoint, request.body):
-            form = shape(endpoint, each, await self._prompts.facts(endpoint, each), request.fields)
+            form = shape(endpoint, each, await self._prompts.facts(each), request.fields)
             prompt += form.prompt_tokens
             answers += form.choices * lengths.expected(model, form.longest)
         return prompt, answers
@@ -142,7 +142,7 @@ class Orchestrator:
         upstreams = []
         for index, (body, held) in enumerate(zip(bodies, request.held.parts(bodies), strict=True)):
             own_name = f"{name}-{index}" if len(bodies) > 1 else name
-            facts = await self._prompts.facts(endpoint, body)
+            facts = await self._prompts.facts(body)
             text = None if context.prefix_source is None else facts.text
             sub_request = SubRequest(request, held, shape(endpoint, body, facts, request.fields), own_name, index, text)
             prompt = record.further_prompt() if index else record.first

@@ -15,7 +15,7 @@ from pdproxy.errors import SettingsError
 from pdproxy.settings.catalog import did_you_mean, every_setting, node_settings, sections
 from pdproxy.settings.model import Settings
 from pdproxy.settings.sources import CONFIG, EnvironmentSource, FlagSource, Location, SettingsSource
-from pdproxy.settings.types import FORMER, UNSHOWN
+from pdproxy.settings.types import UNSHOWN
 
 
 def load(
@@ -83,8 +83,6 @@ def _complaint(error: ErrorDetails, value: object) -> str:
             return f"{key}: there is no file {value}."
         case kind if kind == UNSHOWN:
             return f"{key} must be {error['msg']}."
-        case kind if kind == FORMER:
-            return f"{key} is {value!r}: {error['msg']}."
         case "value_error" if location == ("nodes",):
             return str(error["ctx"]["error"])
     known = node_settings() if location[0] == "nodes" else every_setting()

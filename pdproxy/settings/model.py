@@ -7,7 +7,6 @@ together by the validators here.
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from pdproxy.settings import types
@@ -243,23 +242,12 @@ class Policy(Section):
     """Times that one stream may move to another node when its own dies; 0 is never, and nothing is held for it."""
     ticket_life: types.Seconds = Field(default=30.0, ge=0, le=3600)
     """How long a ticket is tried again elsewhere: no longer than the nodes' kv_lease_duration; 0 is never."""
-    local_below_tokens: types.Tokens = Field(default=0, ge=0)
-    """Prompts surely shorter are computed on the decode node; 0 is never."""
     itl_budget: types.Seconds = Field(default=0.1, ge=0, le=10)
     """With `cache`: how long a prompt that a decode node resumes by itself may hold up its streams; 0 is never."""
-
     keep: types.Keep = types.Keep.AUTO
     """Conversations that nodes keep until their next turn; `auto`: also those that have come back before."""
     keep_longest: types.Seconds = Field(default=3600.0, ge=0, le=86400)
     """Longest time for which a client's request has a conversation kept."""
-
-    @field_validator("routing", mode="before")
-    @classmethod
-    def _former_routing(cls, value: object) -> object:
-        instead = types.FORMER_ROUTING.get(value.strip().lower()) if isinstance(value, str) else None
-        if instead is not None:
-            raise PydanticCustomError(types.FORMER, "there is no such policy any more. Write " + instead)
-        return value
 
 
 class Events(Section):

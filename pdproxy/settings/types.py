@@ -69,14 +69,6 @@ class Routing(OneOf):
     """The one with the fewest legs for its weight."""
 
 
-FORMER_ROUTING: Mapping[str, Routing] = MappingProxyType(
-    {"hybrid": Routing.CACHE, "prefix": Routing.CACHE, "round-robin": Routing.LEAST_LOADED}
-)
-"""Policies of earlier releases, and what to write instead."""
-FORMER = "former"
-"""The type of a validation error for a value of an earlier release; the message says what to write instead."""
-
-
 class ReadEvents(OneOf):
     """Whether nodes' KV events are read."""
 

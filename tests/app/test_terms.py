@@ -17,7 +17,6 @@ SAID = Settings(
         retries=7,
         migrations=8,
         ticket_life=9,
-        local_below_tokens=10,
         routing=Routing.SESSION,
     ),
     limits=Limits(concurrency=11, queue=12, queue_seconds=13, decode_fill=0.5),

@@ -27,9 +27,9 @@ async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
     raw = json.dumps(body).encode()
     began = time.thread_time()
     read_json(raw)
-    shape(Endpoint.CHAT, body), facts_of(Endpoint.CHAT, body).tokens
+    shape(Endpoint.CHAT, body), facts_of(body).tokens
     at_once = time.thread_time() - began
     watching = asyncio.create_task(watch())
-    await PromptReader().facts(Endpoint.CHAT, await in_turns(reading(raw)))
+    await PromptReader().facts(await in_turns(reading(raw)))
     watching.cancel()
     assert longest < at_once / 3

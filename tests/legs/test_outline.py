@@ -44,7 +44,7 @@ async def read(endpoint: Endpoint, body: dict[str, Any], *, ascii_only: bool = F
 
 
 async def parts_of(endpoint: Endpoint, body: Json) -> list[bytes]:
-    text = (await PromptReader().facts(endpoint, body)).text
+    text = (await PromptReader().facts(body)).text
     assert text is not None
     parts = text.take_parts()
     assert text.take_parts() == []
@@ -54,10 +54,10 @@ async def parts_of(endpoint: Endpoint, body: Json) -> list[bytes]:
 @pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
 async def test_of_a_long_chat_the_same_is_known_as_of_a_parsed_one(messages: list[Any]) -> None:
     body = {"model": "m", "stream": True, "messages": messages}
-    large, exact = await read(Endpoint.CHAT, body), facts_of(Endpoint.CHAT, body).tokens
-    facts = await PromptReader().facts(Endpoint.CHAT, large)
+    large, exact = await read(Endpoint.CHAT, body), facts_of(body).tokens
+    facts = await PromptReader().facts(large)
     assert facts.tokens == pytest.approx(exact, rel=0.02, abs=16)
-    known = PromptFacts(exact, facts.most_tokens, facts.media)
+    known = PromptFacts(exact, facts.media)
     assert shape(Endpoint.CHAT, large, known) == shape(Endpoint.CHAT, body)
     assert json.loads(write_json(decode_body(large, None))) == body
 
@@ -80,8 +80,8 @@ async def test_two_images_differ_in_a_long_chat_as_in_a_parsed_one() -> None:
 
 async def test_of_more_messages_than_are_looked_at_the_rest_counts_by_its_bytes_and_may_hold_media() -> None:
     body = {"messages": [{"role": "user", "content": LINE}] * (3 * MOST_ITEMS)}
-    facts = await PromptReader().facts(Endpoint.CHAT, await read(Endpoint.CHAT, body))
-    assert facts.tokens == pytest.approx(facts_of(Endpoint.CHAT, body).tokens, rel=0.5)
+    facts = await PromptReader().facts(await read(Endpoint.CHAT, body))
+    assert facts.tokens == pytest.approx(facts_of(body).tokens, rel=0.5)
     assert facts.media
 
 
@@ -89,13 +89,9 @@ async def test_of_more_messages_than_are_looked_at_the_rest_counts_by_its_bytes_
 async def test_of_a_long_text_the_same_is_known_as_of_a_parsed_one(ascii_only: bool) -> None:
     body = {"model": "m", "prompt": TEXT, "max_tokens": 5}
     large = await read(Endpoint.COMPLETIONS, body, ascii_only=ascii_only)
-    facts, exact = await PromptReader().facts(Endpoint.COMPLETIONS, large), facts_of(Endpoint.CHAT, body).tokens
-    bound = facts_of(Endpoint.COMPLETIONS, body).most_tokens
+    facts, exact = await PromptReader().facts(large), facts_of(body).tokens
     assert facts.tokens == pytest.approx(exact, rel=0.03)
-    assert facts.most_tokens is not None
-    assert bound is not None
-    assert facts.most_tokens >= bound
-    known = PromptFacts(exact, bound)
+    known = PromptFacts(exact)
     assert shape(Endpoint.COMPLETIONS, large, known) == shape(Endpoint.COMPLETIONS, body)
     assert await parts_of(Endpoint.COMPLETIONS, large) == prompt_parts(body)
     assert json.loads(write_json(prefill_body(Endpoint.COMPLETIONS, large, "id", 1)))["prompt"] == TEXT
@@ -105,9 +101,9 @@ async def test_of_a_long_text_the_same_is_known_as_of_a_parsed_one(ascii_only: b
 async def test_token_ids_are_counted_and_the_first_are_known(count: int) -> None:
     ids = [number % 150_000 for number in range(count)]
     large = await read(Endpoint.COMPLETIONS, {"prompt": ids})
-    facts = await PromptReader().facts(Endpoint.COMPLETIONS, large)
+    facts = await PromptReader().facts(large)
     assert facts.text is not None
-    assert (facts.tokens, facts.most_tokens, list(facts.text.ids)) == (count, count, ids[:MOST_IDS])
+    assert (facts.tokens, list(facts.text.ids)) == (count, ids[:MOST_IDS])
     assert split(Endpoint.COMPLETIONS, large) == (large,)
     assert json.loads(write_json(large))["prompt"] == ids
 

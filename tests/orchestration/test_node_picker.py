@@ -7,9 +7,7 @@ from pdproxy.failures import LEG_BLAME, Blame, Moment
 from pdproxy.nodes.outlier import FailureEvidence, LegOrigin
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.labels import Leg
-from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.failed_legs import FailedLegs
-from pdproxy.request import Endpoint
 from tests.orchestration.cluster import FakeCluster
 
 IN_DOUBT = [fault for fault in Fault if LEG_BLAME[fault] is Blame.IN_DOUBT]
@@ -95,12 +93,3 @@ async def test_what_a_client_caused_never_counts_and_a_refusal_at_once(
     assert failed.excluded == {"d0"}
     failed.leg_failed(Leg.DECODE, "d1", Fault.REFUSED)
     assert told(cluster.pool, "d1") == [FailureEvidence.NODE]
-
-
-async def test_a_surely_short_prompt_is_computed_by_one_node() -> None:
-    cluster = FakeCluster(config=OrchestrationConfig(local_below_tokens=10))
-    short = await cluster.ask(Endpoint.COMPLETIONS, {"prompt": [4, 5, 6], "max_tokens": 2})
-    long = await cluster.ask(Endpoint.COMPLETIONS, {"prompt": list(range(20)), "max_tokens": 2})
-    assert short.route == "local"
-    assert long.route == "disaggregated"
-    assert cluster.count("pdproxy_local_total", reason="short_prompt") == 1

@@ -33,21 +33,21 @@ async def levels(cluster: FakeCluster, endpoint: Endpoint, body: dict[str, Any],
 @pytest.mark.parametrize("endpoint", list(Endpoint))
 async def test_a_prompt_is_pending_until_its_ticket_is_here(endpoint: Endpoint) -> None:
     body = body_for(endpoint, stream=False)
-    about = facts_of(Endpoint.CHAT, body).tokens
+    about = facts_of(body).tokens
     assert about > 15
     assert await levels(FakeCluster(), endpoint, body) == [0, about, 0]
 
 
 async def test_prompts_add_up() -> None:
     seen = await levels(FakeCluster(), Endpoint.COMPLETIONS, COMPLETIONS, names=3)
-    assert max(seen) == 3 * facts_of(Endpoint.CHAT, COMPLETIONS).tokens
+    assert max(seen) == 3 * facts_of(COMPLETIONS).tokens
     assert seen[-1] == 0
 
 
 async def test_a_second_try_takes_the_place_of_the_first() -> None:
     cluster = FakeCluster()
     cluster.prefills[0].fault = InjectedFault(FaultKind.RESET, times=1)
-    about = facts_of(Endpoint.CHAT, COMPLETIONS).tokens
+    about = facts_of(COMPLETIONS).tokens
     assert await levels(cluster, Endpoint.COMPLETIONS, COMPLETIONS) == [0, about, 0]
     assert [len(node.legs()) for node in cluster.prefills] == [1, 1]
 
@@ -56,7 +56,7 @@ async def test_the_prompt_of_a_stream_that_moves_is_pending_once_more() -> None:
     cluster = FakeCluster(prefills=1, decodes=2)
     cluster.decodes[0].fault = InjectedFault(FaultKind.RESET, at=3, times=1)
     body = body_for(Endpoint.CHAT, stream=True)
-    about = facts_of(Endpoint.CHAT, body).tokens
+    about = facts_of(body).tokens
     assert await levels(cluster, Endpoint.CHAT, body) == [0, about, 0, about, 0]
 
 

@@ -142,15 +142,6 @@ def test_faults_in_the_environment_are_named(environment: dict[str, str], messag
     assert complaint(environment=environment) == message
 
 
-@pytest.mark.parametrize(
-    ("former", "instead"), [("hybrid", "cache"), ("Prefix", "cache"), ("round-robin", "least-loaded")]
-)
-def test_a_policy_of_an_earlier_release_is_refused_with_what_to_write_instead(former: str, instead: str) -> None:
-    assert complaint(environment={"PDPROXY_POLICY_ROUTING": former}) == (
-        f"PDPROXY_POLICY_ROUTING: policy.routing is {former!r}: there is no such policy any more. Write {instead}."
-    )
-
-
 def test_foreign_variables_are_ignored() -> None:
     others = {
         "PDPROXY_SERVICE_HOST": "10.0.0.1",
