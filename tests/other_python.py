@@ -24,7 +24,7 @@ PACKAGES = frozenset(
         *("pygments", "pytest", "pytest-asyncio", "pytest-timeout", "pyzmq", "sortedcontainers", "websockets"),
     )
 )
-"""Of the other locks."""
+"""Packages of the other locks."""
 
 
 def pins() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What runs beside requests: loops begin again, watches are cancelled, errands are waited for, failures are logged."""
+"""Work beside requests: loops begin again, watches are cancelled, errands are waited for, failures are logged."""
 
 import asyncio
 import logging

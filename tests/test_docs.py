@@ -81,7 +81,7 @@ def product_names() -> frozenset[str]:
 
 
 def missing(spans: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Of `path` and `path::Name` those that stand in none of the folders."""
+    """The `path`s and `path::Name`s that stand in none of the folders."""
 
     def is_there(span: str) -> bool:
         path, _, name = span.partition("::")

@@ -1,4 +1,4 @@
-"""Whose end an answer came to: the model's, or the node's."""
+"""The origin of an answer's end: the model, or the node."""
 
 from typing import Any
 

@@ -83,7 +83,7 @@ class Suite:
         )
 
     def pids(self, name: str) -> list[str]:
-        """Of the processes that left a word in this file."""
+        """The ids of the processes that left a word in this file."""
         return (self._folder / name).read_text().split()
 
 

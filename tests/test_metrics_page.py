@@ -45,7 +45,7 @@ CONNECTOR = "pdproxy_connector_"
 OF_TARGETS = {"job", "instance", "namespace", "release"}
 """Labels that every series has besides the page's: Prometheus gives them to what it scrapes, see prometheus.yml."""
 OF_NODES = OF_TARGETS | {"role", "node", "model_name", "engine"}
-"""Of a node's series: two more of Prometheus', and vLLM's own."""
+"""Labels of a node's series: two more of Prometheus', and vLLM's own."""
 VLLM = {
     "vllm:generation_tokens_total": "counter",
     "vllm:inter_token_latency_seconds": "histogram",
@@ -54,7 +54,7 @@ VLLM = {
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
 }
-"""Of vLLM's own what we ask for; tests/e2e/test_panels.py asks it of real nodes."""
+"""Metrics of vLLM's own that we ask for; tests/e2e/test_panels.py asks real nodes for them."""
 
 
 AnyFamily = Family[CounterSeries] | Family[GaugeSeries] | Family[HistogramSeries]
@@ -188,7 +188,7 @@ VALUES: Mapping[tuple[str, str], Iterable[str]] = {
     ("pdproxy_connector_reads_total", "outcome"): {*ReadOutcome},
     ("pdproxy_connector_refused_total", "reason"): RefusalReason,
 }
-"""What labels are set to, as far as queries pick by them and the alerts' tests set them."""
+"""Values of labels, as far as queries pick by them and the alerts' tests set them."""
 
 
 def picked() -> set[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""What of a large table is in `make test`."""
+"""The part of a large table that is in `make test`."""
 
 import itertools
 from collections.abc import Sequence

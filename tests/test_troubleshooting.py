@@ -40,7 +40,7 @@ def rows_of(text: str) -> list[list[str]]:
 
 
 def quotations() -> Iterator[str]:
-    """What the page of symptoms says that the product says; `…` stands for what differs."""
+    """The words that the page of symptoms quotes from the product; `…` stands for what differs."""
     for table in re.findall(SAYS, prose(TROUBLESHOOTING), re.MULTILINE):
         for row in table.splitlines():
             yield from re.findall(r"`([^`]+)`", cells(row)[0])

@@ -1,4 +1,4 @@
-"""What a web page of a stranger can send to a proxy that its reader's browser reaches, tried on one that runs.
+"""Requests that a stranger's web page can send to a proxy that its reader's browser reaches, tried on one that runs.
 
 ``python -m tests.admin.attack http://127.0.0.1:8081 http://127.0.0.1:8080`` (operators' port, clients' port) prints a
 line for each attack, and ends with status 1 where one gets through. An attack that gets through adds a node, or removes
@@ -18,7 +18,7 @@ EVIL = "evil.example"
 NODE = json.dumps({"url": "http://127.0.0.1:9", "role": "decode", "name": "evil"})
 ASK = json.dumps({"model": "m", "prompt": "one two", "max_tokens": 1})
 FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=b", "")
-"""What a page may post to another origin without asking it first (a preflight); "" is a body without a type."""
+"""Types that a page may post to another origin without asking it first (a preflight); "" is a body without a type."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Attack:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """The proxy's answer."""
 
     status: int
     body: bytes

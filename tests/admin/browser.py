@@ -103,7 +103,7 @@ class Page:
                 self.complaints.append(said)
 
     async def value(self, expression: str) -> Any:
-        """What JavaScript makes of an expression; of a promise, what it is kept with."""
+        """The value of a JavaScript expression; of a promise, the value that it is kept with."""
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -143,7 +143,7 @@ def running_chromium(*flags: str) -> Iterator[str]:
 
 
 def _port(said: Path, process: "subprocess.Popen[bytes]") -> str:
-    """What Chromium writes into its profile once it listens."""
+    """The port that Chromium writes into its profile once it listens."""
     late = time.monotonic() + SECONDS
     while not said.exists() or "\n" not in said.read_text():
         assert process.poll() is None, "Chromium ended"

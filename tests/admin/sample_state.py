@@ -55,7 +55,7 @@ class SampleState:
         self._tickets()
 
     def context(self) -> AdminContext:
-        """What the page is served from."""
+        """The context that the page is served from."""
         drainer = Drainer(self.pool, self.clock, Background(self.clock))
         base = AdminContext(self.pool, drainer, CollectorRegistry(), asyncio.Event(), live=self.live, clock=self.clock)
         advice = Advice(prefill=1.6, decode=4.3, prefill_mean=0.9, decode_mean=3.2, limit=Limit.CACHE, minutes=60)
@@ -90,7 +90,7 @@ class SampleState:
         self.live.plans.update(zip(RouteReason, (902, 71, 118, 0, 205, 88), strict=True))
 
     def _tickets(self) -> None:
-        """Of 1286 tickets 2 were of no use."""
+        """Two of 1286 tickets were of no use."""
         pair, hand_overs = ("prefill-0", "decode-0"), self.pool.hand_overs
         for _ in range(1284):
             hand_overs.ticket_used(pair, "", self.clock.now())

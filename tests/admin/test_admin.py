@@ -71,7 +71,7 @@ async def test_health_needs_no_nodes(client: httpx.AsyncClient) -> None:
 
 
 async def test_prometheus_finds_every_node_on_whichever_host(client: httpx.AsyncClient, context: AdminContext) -> None:
-    """Those that do not serve too: that they are down is what it should see."""
+    """Nodes that do not serve, too: that they are down is what it should see."""
     serve(context, Node("prefill-0", "http://10.0.0.1:8100", (Role.PREFILL,), "tiny"))
     context.pool.add(Node("decode-0", "https://[fd00::2]:8200/behind/", (Role.DECODE,), "tiny"))
     assert (await client.get("/prometheus/targets")).json() == [

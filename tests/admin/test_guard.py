@@ -171,7 +171,7 @@ OWN = [
     [HERE, ("sec-fetch-site", "none")],
     [("host", "demo-admin.llm.svc:8081"), ("origin", "https://admin.example"), ("sec-fetch-site", "same-origin")],
 ]
-"""Of curl, of the page itself, of a person at the browser, of the page behind a proxy that gives us another host."""
+"""Headers of curl, of the page itself, of a person at the browser, of the page behind a proxy with another host."""
 
 
 @pytest.mark.parametrize("headers", OWN, ids=range(len(OWN)))
@@ -184,7 +184,7 @@ async def test_operators_get_through(method: str, headers: list[tuple[str, str]]
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 async def test_a_page_of_another_origin_may_link_to_the_live_page(site: str) -> None:
-    """What it fetches it cannot read: no answer here allows that (CORS)."""
+    """The page cannot read the answer that it gets: no answer here allows that (CORS)."""
     port = Port()
     assert (await port.ask("GET", "/ui", [HERE, ("sec-fetch-site", site)])).status_code == 200
 

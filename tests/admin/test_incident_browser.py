@@ -49,7 +49,7 @@ class Fleet:
             self.pool.add(self.transport.node(name))
 
     def context(self) -> AdminContext:
-        """What the page is served from."""
+        """The context that the page is served from."""
         return AdminContext(
             self.pool, self.drainer, CollectorRegistry(), asyncio.Event(), live=self.live, clock=self.clock
         )

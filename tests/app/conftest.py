@@ -1,4 +1,4 @@
-"""What a start in this process leaves behind is taken away again."""
+"""Traces of a start in this process are taken away again."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What `pdproxy check` tells of prefix caches, and how it looks for KV events."""
+"""`pdproxy check` tells of prefix caches, and looks for KV events."""
 
 import asyncio
 import contextlib

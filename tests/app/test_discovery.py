@@ -22,7 +22,7 @@ NEVER = Health(interval=3600)
 
 
 async def state_of(app: Any) -> Any:
-    """What the live page would be told now."""
+    """The live page's state of now."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
         return (await client.get("/ui/state")).json()
 

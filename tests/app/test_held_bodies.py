@@ -80,7 +80,7 @@ STREAMS: dict[str, tuple[Policy, dict[str, Any], bool, bool]] = {
     "image that may move": (Policy(), chat_body(SIZE), True, False),
     "text, and no migration": (Policy(migrations=0), TEXT, True, True),
 }
-"""Of each the policy, the body, whether nodes write journals, and whether nothing of it counts once it has begun."""
+"""For each: the policy, the body, whether nodes write journals, and whether nothing of it counts once it has begun."""
 
 
 @pytest.mark.parametrize("name", STREAMS)

@@ -1,4 +1,4 @@
-"""What API keys may have, in the running proxy; and what is refused before its body is read."""
+"""Limits of API keys in the running proxy, and refusals before a body is read."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/js
 
 
 async def refused_from_its_head(server: RunningProxy, key: str, promised: int = LARGE, more: str = "") -> bytes:
-    """What comes for a head alone, up to the end of the connection."""
+    """The answer to a head alone, up to the end of the connection."""
     url = server.client.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(f"{HEAD}authorization: Bearer {key}\r\ncontent-length: {promised}\r\n{more}\r\n".encode())

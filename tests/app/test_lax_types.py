@@ -1,5 +1,5 @@
-"""What a node takes for a number or a boolean, the proxy takes too, and passes on as it came; what a node refuses it
-refuses in its own words, and is not blamed for."""
+"""A value that a node takes for a number or a boolean the proxy takes too, and passes on as it came; others a node
+refuses in its own words, and gets no blame for that."""
 
 import json
 from collections.abc import Mapping
@@ -118,7 +118,7 @@ def legs_at(node: FakeNode, case: Case) -> list[Seen]:
 
 
 def sent(proxy: RunningProxy, case: Case) -> Any:
-    """What the decode node got of the odd field."""
+    """The odd field as the decode node got it."""
     (leg,) = legs_at(proxy.decode, case)
     return leg.body.get(case[1], "nothing")
 
@@ -167,7 +167,7 @@ async def test_what_a_node_refuses_is_refused_in_its_own_words_and_it_is_not_bla
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_number_of_400_digits_is_for_a_node_to_refuse(stream: bool) -> None:
-    """What the proxy works out with it, such as room for so many answers, is no error of its own."""
+    """The proxy's own arithmetic with it, such as room for so many answers, is no error of its own."""
     async with running_proxy(Settings()) as proxy:
         for case in ((COMPLETIONS, "n", HUGE), (CHAT, "n", HUGE), (CHAT, "presence_penalty", HUGE)):
             answer = await asked(proxy, case, stream=stream)

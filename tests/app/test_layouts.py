@@ -1,4 +1,4 @@
-"""What is recognised in a node's answers does not depend on the blanks that it writes between JSON's values."""
+"""The proxy recognises a node's answers whatever blanks it writes between JSON's values."""
 
 import itertools
 import json

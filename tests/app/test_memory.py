@@ -1,4 +1,4 @@
-"""What a proxy in a process of its own holds of bodies: no more for what their JSON is than for its bytes."""
+"""Memory that a proxy in a process of its own holds of bodies: no more for what their JSON is than for its bytes."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ SHAPES: dict[str, tuple[Callable[[int], bytes], int]] = {
     "deep": (lambda size: b"[" * (size // 2) + b"]" * (size // 2), 400),
     "unfinished": (lambda size: filled(b"[", b"[],", b"[]", size), 400),
 }
-"""What stands for ``messages``, and the status of its answer."""
+"""The value of ``messages``, and the status of its answer."""
 QUICK = ("nested empty lists", "names", "image")
 
 
@@ -163,7 +163,7 @@ def shapes(names: tuple[str, ...]) -> Iterator[tuple[str, bytes, int]]:
 
 
 async def held_by(proxy: Proxy, names: tuple[str, ...]) -> dict[str, tuple[int, float]]:
-    """Of each shape, the status and how many times the body's size was held at most."""
+    """The status for each shape, and how many times the body's size was held at most."""
     found = {}
     for name, body, _ in shapes(names):
         before = proxy.forget()

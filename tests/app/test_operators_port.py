@@ -1,4 +1,4 @@
-"""What is at which port: attacks on a proxy that runs, bodies that are not declared as JSON, and what clients see of
+"""The two ports: attacks on a proxy that runs, bodies that are not declared as JSON, and what clients see of
 operators' things.
 """
 

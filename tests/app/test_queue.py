@@ -1,4 +1,4 @@
-"""What waits in the running proxy, and what it answers to what may not wait."""
+"""Requests that wait in the running proxy, and its answers to those that may not."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.fakes.faults import FaultKind, InjectedFault
 
 ASK: dict[str, Any] = {"model": "m", "prompt": "one two three four", "max_tokens": 4}
 ONE_AT_A_TIME = 1e-4
-"""Of the fake node's 100,000 tokens: less than two of these take."""
+"""Part of the fake node's 100,000 tokens: less than two of these requests take."""
 
 
 async def asked(server: RunningProxy, key: str = "none", **headers: str) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""What goes through the proxy becomes advice about the number of nodes."""
+"""Requests through the proxy become advice about the number of nodes."""
 
 import asyncio
 import contextlib

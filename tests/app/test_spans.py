@@ -1,4 +1,4 @@
-"""What a collector of traces gets of requests to the whole proxy, and what log lines say of their traces."""
+"""Spans that a collector gets of requests to the whole proxy, and the traces in their log lines."""
 
 import io
 import json
@@ -71,7 +71,7 @@ def of(span: CollectedSpan, *names: str) -> dict[str, Any]:
 
 
 def tree(collector: Collector, trace_id: str = TRACE) -> tuple[CollectedSpan, list[CollectedSpan]]:
-    """Of one trace: the request's span and its children in the order of their beginnings."""
+    """The request's span in one trace, and its children in the order of their beginnings."""
     spans = sorted((span for span in collector.spans if span.trace_id == trace_id), key=lambda span: span.began)
     (root,) = (span for span in spans if span.kind == "server")
     children = [span for span in spans if span is not root]

@@ -183,7 +183,7 @@ async def test_the_nodes_credential_and_the_admin_token_change(tmp_path: Path) -
 
 
 def credential_seen(server: RunningProxy, path: str = "/v1/completions") -> str:
-    """What the last request of a kind to the decode node carried; "" before there is one."""
+    """The credential of the last request of a kind to the decode node; "" before there is one."""
     seen = [each for each in server.decode.seen if each.path == path]
     if not seen:
         return ""

@@ -1,4 +1,4 @@
-"""What one request runs through: the parts add up to the whole, and a policy that looks at less runs less."""
+"""The code that one request runs through: the parts add up to the whole, and a policy that looks at less runs less."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Whose CPU time counts."""
+"""Processes whose CPU time counts."""
 
 import os
 import subprocess

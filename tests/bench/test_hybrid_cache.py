@@ -85,7 +85,7 @@ def test_of_a_prompt_the_end_is_evicted_before_the_beginning() -> None:
 
 @pytest.mark.parametrize("shape", [CacheShape(blocks=60), CacheShape(blocks=60, unit=16)])
 def test_the_events_tell_what_is_cached(shape: CacheShape) -> None:
-    """Whoever follows them knows each entry, whether prompts are computed or pulled."""
+    """A reader of the events knows each entry, whether prompts are computed or pulled."""
     dice, node, known = random.Random(1), HybridCache(shape), set[tuple[Kind, int]]()
     seen: list[Prompt] = [()]
     for name in range(300):

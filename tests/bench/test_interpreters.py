@@ -1,4 +1,4 @@
-"""What the bench says of a Python."""
+"""The bench's words for a Python."""
 
 import sys
 from pathlib import Path

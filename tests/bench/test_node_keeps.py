@@ -1,4 +1,4 @@
-"""What a simulated node keeps, and what goes first."""
+"""A simulated node keeps conversations, and gives blocks up in order."""
 
 from deploy.bench.hybrid_cache import CacheShape, HashedPrompt
 from deploy.bench.node_keeps import NodeKeeps

@@ -1,4 +1,4 @@
-"""What the policies make of traces, in the simulation, and how few tokens could be computed at all."""
+"""Policies on traces, in the simulation, and how few tokens could be computed at all."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ def test_the_bound_counts_a_block_that_ends_a_prompt_as_computed_by_it() -> None
 
 
 def test_one_node_that_forgets_nothing_is_near_the_bound() -> None:
-    """What it computes more: the shared system prompts a second time, until it keeps a state at their ends."""
+    """The shared system prompts are computed a second time, until the node keeps a state at their ends."""
     trace, shape = SMALL["chat"], CacheShape(blocks=4096)
     assert greedy(trace, shape, 1) <= least_computed(trace, shape) + 4 * 1536
     assert greedy(trace, dataclasses.replace(shape, blocks=60), 1) > 1.4 * greedy(trace, shape, 1)
@@ -122,7 +122,7 @@ def test_without_states_decode_nodes_compute_little_that_prefill_nodes_compute_a
 
 
 def test_without_states_busy_decode_nodes_do_not_turn_away_what_only_they_have() -> None:
-    """Of a prompt that another one on its decode node turned away, a prefill node computes turns that it never saw."""
+    """A prefill node computes turns that it never saw for a prompt that another one on its decode node turned away."""
     trace, dense = chat(Chat(200, systems=12, within=60.0), 1, "chat-busy"), Fleet(shape=CacheShape(state_groups=0))
     alone, never = run(Routing.CACHE, trace, dense), Simulation(Routing.CACHE, dense, itl_budget=0).run(trace)
     assert alone.share <= 1.06 * never.share
@@ -187,7 +187,7 @@ def test_streams_make_each_other_slower() -> None:
 
 
 def test_a_ticket_is_used_once_the_prompt_before_it_is_computed() -> None:
-    """Of two equal nodes one computes a long prompt; an answer that is handed to it begins after that."""
+    """One of two equal nodes computes a long prompt; an answer that is handed to it begins after that."""
     fleet = dataclasses.replace(CHUNKED, boths=2)
     streams = run(Routing.LEAST_LOADED, asked((0.0, 3000, 1), (0.1, 300, 1)), fleet).streams
     assert min(each.first_token for each in streams) > 3.0
@@ -204,7 +204,7 @@ def test_equal_nodes_answer_all_and_hold_nothing_after_it() -> None:
 
 
 def test_sticky_sessions_stay_where_they_began() -> None:
-    """Of four sessions two begin on each prefill node, and a session's next turn finds what it has there."""
+    """Two of four sessions begin on each prefill node, and a session's next turn finds what it has there."""
     fleet = Fleet(2, 2, keep_share=0.0)
     first = [Request(number * 5.0, None, number, (Segment(number, 2000),), 1) for number in range(4)]
     second = [Request(1.0, number, number, (Segment(number, 2000), Segment(9, 200)), 1) for number in range(4)]
@@ -213,7 +213,7 @@ def test_sticky_sessions_stay_where_they_began() -> None:
 
 
 def test_a_prompt_that_is_handed_over_waits_on_no_decode_node() -> None:
-    """It is queued where it is computed, and nowhere while its answer runs."""
+    """A prompt is queued where it is computed, and nowhere while its answer runs."""
     simulation, trace = Simulation(Routing.LEAST_LOADED, dataclasses.replace(CHUNKED, boths=2)), asked((0.0, 1000, 40))
     seen = set[tuple[int, ...]]()
     for wait in simulation._request(trace, 0):

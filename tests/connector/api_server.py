@@ -166,7 +166,7 @@ class FakeCore:
 
 
 def logprobs(at: int, token_ids: Sequence[int], width: int) -> LogprobsLists:
-    """What a model might say: different at every position."""
+    """Log-probabilities as a model might give them: different at every position."""
     ids = [[token_id, *range(5, 5 + width)] for token_id in token_ids]
     values = [[-0.25 * ((at + row) % 9 + column) for column in range(width + 1)] for row in range(len(token_ids))]
     return LogprobsLists(np.array(ids), np.array(values, dtype=np.float32), np.ones(len(token_ids), dtype=np.int64))
@@ -195,7 +195,7 @@ class ApiServer:
                 handler.cancel()
 
     def ids_of(self, text: str) -> list[int]:
-        """Of the tiny model's tokenizer."""
+        """Ids of the tiny model's tokenizer."""
         ids: list[int] = self.engine.renderer.tokenizer.encode(text, add_special_tokens=False)
         return ids
 

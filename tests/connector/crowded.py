@@ -79,7 +79,7 @@ def in_no_time() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is fixed from the start."""
+    """The settings of a run, fixed from the start."""
 
     kind: str
     blocks: int
@@ -90,7 +90,7 @@ class Scenario:
     watermark: float
     share: float
     unit: int | None
-    """Of `--prefix-match-unit`: a hybrid's hits may then end inside a block."""
+    """The node's `--prefix-match-unit`: a hybrid's hits may then end inside a block."""
 
     @classmethod
     def drawn(cls, rng: Random) -> Scenario:

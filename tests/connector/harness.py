@@ -83,14 +83,14 @@ class Pace:
 
 
 IN_STEP = Pace(Scheduler, 0)
-"""What a CPU node does."""
+"""The pace of a CPU node."""
 ONE_BEHIND = Pace(AsyncScheduler, 1)
 """Async scheduling, the default of GPU nodes."""
 ONE_BEHIND_V2 = Pace(AsyncScheduler, 1, v2=True)
-"""What GPU nodes do by default."""
+"""The pace of GPU nodes by default."""
 PACES: Mapping[str, Pace] = {"in step": IN_STEP, "one behind": ONE_BEHIND, "one behind, V2": ONE_BEHIND_V2}
 PACE: ContextVar[Pace] = ContextVar("pace", default=IN_STEP)
-"""Of the nodes that a test makes; `at_pace` sets it."""
+"""The pace of the nodes that a test makes; `at_pace` sets it."""
 
 
 @contextmanager
@@ -278,7 +278,7 @@ def _transfer(role: str, engine_id: str, extra: Mapping[str, Any]) -> KVTransfer
 
 @cache
 def _template(role: str, mode: str) -> VllmConfig:
-    """What vLLM makes of a node's settings; once for each kind of node, for that takes a third of a node's time."""
+    """vLLM's configuration of a node's settings; made once for each kind, for that takes a third of a node's time."""
     return VllmConfig(
         model_config=copy(_model()),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True, mamba_cache_mode=mode),

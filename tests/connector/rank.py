@@ -23,7 +23,7 @@ BLOCK_TOKENS = 16
 
 
 class Agent:
-    """What the worker uses of a NIXL agent. Transfers run until the test ends them; their notif is sent then."""
+    """The used part of a NIXL agent. Transfers run until the test ends them; their notif is sent then."""
 
     def __init__(self) -> None:
         self.states: dict[int, str] = {}
@@ -104,7 +104,7 @@ def cache_config() -> KVCacheConfig:
 
 
 def vllm_config() -> Any:
-    """What a rank reads of it by itself."""
+    """The part of the configuration that a rank reads by itself."""
     parallel = SimpleNamespace(decode_context_parallel_size=1, cp_kv_cache_interleave_size=1)
     return SimpleNamespace(parallel_config=parallel)
 
@@ -114,7 +114,7 @@ def settings(**changes: Any) -> ConnectorConfig:
 
 
 def vllm_state(worker: Any) -> None:
-    """What vLLM's `__init__`, `register_kv_caches` and handshake leave behind, as far as reads and notices need it."""
+    """The state that vLLM's `__init__`, `register_kv_caches` and handshake leave, as far as reads and notices go."""
     remote = SimpleNamespace(
         remote_tp_size=1, remote_dcp_size=1, remote_block_size=BLOCK_TOKENS, remote_physical_blocks_per_logical=1
     )
@@ -123,7 +123,7 @@ def vllm_state(worker: Any) -> None:
     )
 
     def add_remote_agent(metadata: Any, *_: Any) -> str:
-        """What vLLM's own leaves behind for an engine whose metadata was read."""
+        """The entries that vLLM's own leaves behind for an engine whose metadata was read."""
         engine = metadata.engine_id
         worker.met.append(engine)
         worker.tp_mappings[engine], worker.dst_region_group_ids[engine] = plan, [0]
@@ -235,7 +235,7 @@ def read_step(
 
 
 def alias_of(request_id: str) -> str:
-    """What tickets call a request of the rank's own node."""
+    """The alias by which tickets call a request of the rank's own node."""
     return f"alias-of-{request_id}"
 
 

@@ -1,4 +1,4 @@
-"""What an attacker without keys sends to a side channel on this host, and what that costs the serving process."""
+"""Messages of an attacker without keys to a side channel on this host, and what they cost the serving process."""
 
 from __future__ import annotations
 

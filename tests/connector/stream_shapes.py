@@ -99,7 +99,7 @@ async def streamed(
     name: str = "first",
     core: FakeCore | None = None,
 ) -> Journaled:
-    """What a node answers, on the core that says the shape where none is given."""
+    """The node's answer, on the core that says the shape where none is given."""
     async with server.on(core or core_for(server, shape)) as client:
         return read((await ask(client, shape, records, name)).text)
 
@@ -115,6 +115,6 @@ def nameless(events: Sequence[str], known: Sequence[str] = ()) -> list[str]:
 
 
 def names(records: Sequence[str]) -> list[str]:
-    """Those that these records tell, as JSON has them."""
+    """The names that these records tell, as JSON has them."""
     notes = [note for record in records for note in json.loads(record)[2:]]
     return [json.dumps(name) for note in notes for kind, listed in note.items() if kind != "cached" for name in listed]

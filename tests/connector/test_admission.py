@@ -1,4 +1,4 @@
-"""What a connector answers vLLM's scheduler where an honest answer would hold other requests up."""
+"""A connector's answers to vLLM's scheduler where an honest answer would hold other requests up."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class Request:
 
 @dataclass
 class Pool:
-    """Of 20 usable blocks."""
+    """A pool of 20 usable blocks."""
 
     free: int = 20
     num_gpu_blocks: int = 21
@@ -59,7 +59,7 @@ class Cache:
     partial_hits: set[str] = field(default_factory=set)
 
     def quarantine(self, blocks: int) -> None:
-        """So many blocks lie under transfers that hang; nothing else is in use."""
+        """Transfers hang over so many blocks; nothing else is in use."""
         self.held, self.pool.free = blocks, 20 - blocks
 
     def forget_partial_hits(self, request: Any) -> bool:
@@ -129,7 +129,7 @@ def test_vllms_own_refusal_counts_where_nothing_can_make_more_room(admission: Ad
 
 
 def test_a_preempted_request_needs_its_next_block(admission: AdmissionControl, cache: Cache) -> None:
-    """It would be preempted again before its next token, and again."""
+    """The request would be preempted again before its next token, and again."""
     cache.quarantine(9)
     assert asked(admission, Request("a", 160, num_preemptions=1), COMPUTE) == ASIDE
     cache.quarantine(8)

@@ -289,7 +289,7 @@ MANY = 3_000
 
 
 def unfinished(seeds: range) -> Iterator[str]:
-    """What is wrong with those of the seeds that end badly."""
+    """The faults of those of the seeds that end badly."""
     for seed in seeds:
         with world(seed) as one:
             try:

@@ -1,4 +1,4 @@
-"""What a cache holds, by kind of group; and how the figures get to a node's metrics without any request."""
+"""The capacity of a cache, by kind of group; and how the figures get to a node's metrics without any request."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_short_sequences_run_out_of_state_first() -> None:
 
 
 def test_tokens_and_sequences_share_the_pool() -> None:
-    """What `Capacity` promises of a load: at the brim, the two shares add up to one."""
+    """`Capacity` promises of a load: at the brim, the two shares add up to one."""
     found = capacity(1200, 1600, [GrowingGroup(16), BoundedGroup(20, 20)])
     assert found.sequences is not None
     assert found.admitted * 1600 / found.tokens + found.admitted / found.sequences == 1

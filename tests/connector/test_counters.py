@@ -1,4 +1,4 @@
-"""What is counted is drained once, from any thread, and never decreases."""
+"""Counts are drained once, from any thread, and never decrease."""
 
 from __future__ import annotations
 

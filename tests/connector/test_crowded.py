@@ -1,4 +1,4 @@
-"""Whatever happens on a node with a small cache: no request holds up another one that could run, and each one ends; and
+"""No request on a node with a small cache ever holds up another one that could run, and each one ends; and
 no step admits less, or preempts more, than it would without keeps.
 
 `crowded` says what happens, and `KeptCrowd` compares: before a step is planned, the process forks, and the child puts
@@ -28,7 +28,7 @@ ADMITTED = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
 class Planned(NamedTuple):
-    """What a step makes of the requests."""
+    """The result of a step for the requests."""
 
     admitted: frozenset[str]
     preempted: frozenset[str]
@@ -77,7 +77,7 @@ class KeptCrowd(Crowd):
             yield anew
 
     def without_keeps(self) -> Planned:
-        """Of the next step, from the state of now; planned in another process."""
+        """The result of the next step, from the state of now; planned in another process."""
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
@@ -95,7 +95,7 @@ class KeptCrowd(Crowd):
         return Planned(*map(frozenset, json.loads(told)))
 
     def planned(self, plan: SchedulerOutput) -> Planned:
-        """What the step that was just planned makes of the requests."""
+        """The result of the step that was just planned."""
         admitted = frozenset(each.request_id for each in self.living if each.status in ADMITTED)
         return Planned(admitted, frozenset(plan.preempted_req_ids or ()))
 
@@ -113,7 +113,7 @@ MANY = 10_000
 
 
 def stuck(seeds: range, folder: Path) -> Iterator[str]:
-    """What is wrong with those of the seeds that end badly, and whether enough steps were compared."""
+    """The faults of those of the seeds that end badly, and whether enough steps were compared."""
     compared = 0
     for seed in seeds:
         with kept_crowd(seed, folder) as one:

@@ -56,7 +56,7 @@ async def test_an_api_server_tells_which_chat_template_it_uses() -> None:
 
 
 async def status_of_a_stream(engine: Engine | None) -> int:
-    """Of the answer to a stream that is asked for at the node's own route."""
+    """The head of the answer to a stream that is asked for at the node's own route."""
     async with await client_of(engine) as client:
         return (await client.post(f"{PREFIX}/v1/completions", json={"prompt": "a", "stream": True})).status_code
 

@@ -290,7 +290,7 @@ def test_a_failed_handshake_with_an_engine_of_its_own_id_leaves_what_reads_need(
 
 
 def per_engine(worker: ConnectorWorker) -> dict[str, Any]:
-    """What vLLM keeps of each engine, where its own is among them."""
+    """vLLM's entries for each engine, where its own is among them."""
     return {
         name: value for name, value in vars(worker).items() if isinstance(value, dict) and worker.engine_id in value
     }

@@ -19,7 +19,7 @@ LONG = 60.0
 
 @dataclass
 class Reads:
-    """What is known of an engine's reads."""
+    """The known facts of an engine's reads."""
 
     under_way: bool = False
     has_pending_orders: bool = False
@@ -128,7 +128,7 @@ def test_a_request_that_arrives_ends_the_rest_of_its_engine() -> None:
     from tests.connector.harness import make_node
 
     class EngineCore:
-        """What is used of vLLM's."""
+        """The used part of vLLM's engine."""
 
         def __init__(self, scheduler: Any) -> None:
             self.scheduler = scheduler

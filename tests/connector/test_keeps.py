@@ -1,4 +1,4 @@
-"""What a node keeps for a conversation's next turn and for prompts that wait, on vLLM's real scheduler.
+"""Blocks that a node keeps for a conversation's next turn and for prompts that wait, on vLLM's real scheduler.
 
 Blocks of 16 tokens, a unit of 4, of which the state and the attention of a whole prompt are cached.
 """
@@ -202,7 +202,7 @@ def test_of_equally_old_ones_what_saves_least_for_its_room_goes_first(node: Node
 
 
 def test_the_share_is_a_ceiling(node: Node, clock: FakeClock) -> None:
-    """What is kept stays so, however old, as long as nothing says that its next turn is overdue."""
+    """A kept conversation stays kept, however old, as long as nothing says that its next turn is overdue."""
     assert turn(node, "first", FIRST, ONE)["blocks"] == 7
     clock._now += 59
     for name, tokens in (("other", prompt(70, seed=6)), ("long", prompt(200, seed=8))):

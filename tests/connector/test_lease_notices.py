@@ -37,7 +37,7 @@ def test_several_readers_each_send_a_notif(make: MakeRank) -> None:
 
 
 def test_tickets_that_were_given_back_end_a_lease_as_reads_do(make: MakeRank) -> None:
-    """Whatever number of ranks would have read: none will. A notif of the same read, later, counts for nothing."""
+    """No rank will read, however many would have. A notif of the same read, later, counts for nothing."""
     worker = make()
     leased = lease_step("p", readers=2)
     leased.returned = {"p": {"aaaaaaaa"}, "unknown": {"aaaaaaaa"}}

@@ -26,7 +26,7 @@ SOON = 20.0
 
 @pytest.fixture
 def node_id(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of the node that this process belongs to."""
+    """The name of the node that this process belongs to."""
     monkeypatch.setenv(NODE_ID, uuid4().hex)
     return os.environ[NODE_ID]
 

@@ -8,7 +8,7 @@ from deploy.local.paths import MODEL
 
 
 def handshake(model: str) -> str:
-    """What nodes of this model compare before they speak."""
+    """The hash that nodes of this model compare before they speak."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
     from vllm.engine.arg_utils import EngineArgs
 

@@ -54,7 +54,7 @@ def facade(worker: ConnectorWorker) -> NixlConnector:
 
 
 def plan(metadata: ConnectorMetadata, *, within_step: bool) -> Any:
-    """What the runners read of vLLM's SchedulerOutput."""
+    """The part of vLLM's SchedulerOutput that the runners read."""
     return SimpleNamespace(kv_connector_metadata=metadata, has_sync_kv_loads=within_step, finished_req_ids=set())
 
 

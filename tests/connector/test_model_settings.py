@@ -152,7 +152,7 @@ def test_quantization_counts_with_its_settings() -> None:
 
 
 def test_what_vllm_adds_to_the_quantization_while_it_loads_does_not_count() -> None:
-    """It is in the scheduler's configuration only where the worker shares its process."""
+    """The setting is in the scheduler's configuration only where the worker shares its process."""
     saved = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"]}}}
     added = {**saved, "total_num_heads": 16, "total_num_kv_heads": 2}
     assert quantization_text("compressed-tensors", None, saved) == quantization_text("compressed-tensors", None, added)

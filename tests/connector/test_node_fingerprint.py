@@ -50,7 +50,7 @@ def states_first_dimension_first() -> Iterator[None]:
 
 
 def config(**arguments: Any) -> VllmConfig:
-    """What vLLM makes of these arguments.
+    """vLLM's configuration for these arguments.
 
     The state's type is given: on a CPU with AVX-512 BF16 alone vLLM 0.32 makes float32 of "auto" (`platforms/cpu.py`).
     """
@@ -107,7 +107,7 @@ def cache_of(*specs: Any) -> KVCacheConfig:
 
 
 def payload(**other: Any) -> NixlHandshakePayload:
-    """What one rank's worker publishes."""
+    """The payload that one rank's worker publishes."""
     given: dict[str, Any] = {
         "engine_id": "engine",
         "agent_metadata": b"",

@@ -49,7 +49,7 @@ def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
 def parts(
     ranks: int, spec: Any, heads: int = 8, layout: str = "LBHNC", block_len: int = 1, **cache: Any
 ) -> dict[str, str]:
-    """What a node's fingerprint says of its cache."""
+    """The parts of a node's fingerprint that describe its cache."""
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(**{"cache_dtype": "auto", "kv_cache_dtype_skip_layers": [], **cache}),
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
@@ -124,7 +124,7 @@ ELEMENT = 4
 
 
 def read_state(give: StateModel, take: StateModel, sizes: tuple[int, int], rank: int) -> list[Any]:
-    """What a rank of `take` would hold after reading from ranks of `give`."""
+    """The memory of a rank of `take` after reading from ranks of `give`."""
     giving, taking = sizes
     own = derive_mamba_conv_split(take.spec(taking), taking)
     theirs = derive_mamba_conv_split(give.spec(giving), giving)
@@ -279,7 +279,7 @@ class Pages:
 
 
 def read_page(pages: Pages, sizes: tuple[int, int], rank: int) -> list[Any]:
-    """What a rank's page holds after a read; as a hybrid model's, of which vLLM checks no block length."""
+    """A rank's page after a read; as a hybrid model's, of which vLLM checks no block length."""
     giving, taking = sizes
     topology = TransferTopology(
         tp_rank=rank, tp_size=taking, block_size=pages.tokens, engine_id="own", is_mla=pages.latent, is_mamba=True,

@@ -51,7 +51,7 @@ def test_the_route_is_declared_under_the_name_that_is_looked_for() -> None:
 
 
 def test_where_vllm_loads_a_module_by_its_installed_name() -> None:
-    """It is the folder's module: classes that meet in one process are the same."""
+    """The name is the folder's module: classes that meet in one process are the same."""
     for module in ("nixl_connector", "tiers.stats", "cpu_worker"):
         ours = import_module(f"connector.{module}")
         assert import_module(f"pdproxy_connector.{module}") is ours

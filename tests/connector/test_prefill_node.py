@@ -271,7 +271,7 @@ def test_a_request_that_is_announced_twice_is_truncated_once(node: Node) -> None
 
 
 def stand_in(node: Node, request_id: str, params: dict[str, Any]) -> Request:
-    """What vLLM's API server sends the engine for a request that it rejects, and what the engine does with it."""
+    """The stand-in that vLLM's API server sends the engine for a request that it rejects."""
     request = node.add(request_id, [0], params, max_tokens=1, abort_immediately=True)
     node.abort(request.request_id)
     return request

@@ -1,4 +1,4 @@
-"""What became of a ticket is told to whoever asks, on vLLM's real scheduler."""
+"""The end of a ticket is told to whoever asks, on vLLM's real scheduler."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def asking(prefill: Node, name: str, seed: int = 0) -> dict[str, Any]:
 
 
 def told(node: Node, name: str) -> Any:
-    """What the request's last output tells."""
+    """The report in the request's last output."""
     return (node.run_out(name)[-1].kv_transfer_params or {}).get(REPORT)
 
 

@@ -149,7 +149,7 @@ def test_a_read_is_given_up_when_its_peer_is_silent() -> None:
 
 
 def test_the_answer_to_a_probe_is_no_verdict_on_a_read() -> None:
-    """It was given before the last byte came."""
+    """The answer was given before the last byte came."""
     reads = begun()
     reads.on_posted("r", now=0)
     ((asked,),) = reads.probes(1).values()

@@ -1,4 +1,4 @@
-"""What a request that began elsewhere is to this node's statistics, traces and intervals."""
+"""Statistics, traces and intervals of this node for a request that began elsewhere."""
 
 from __future__ import annotations
 

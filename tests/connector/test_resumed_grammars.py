@@ -38,7 +38,7 @@ def ids(text: str) -> list[int]:
 
 
 END = ids("=")[0]
-"""What ends reasoning in these tests."""
+"""The token that ends reasoning in these tests."""
 
 
 class EqualsEndsReasoning(ReasoningParser):

@@ -17,7 +17,7 @@ from tests.connector.harness import DENSE, Node, lost, make_node, prompt, receiv
 pytestmark = pytest.mark.usefixtures("every_pace")
 
 OLD = [21, 22, 23]
-"""What the other node has produced."""
+"""The tokens that the other node has produced."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def resume(
 
 
 def told(node: Node, name: str) -> list[int] | None:
-    """What the workers learn of a new request beside its prompt."""
+    """The tokens of a new request that the workers learn beside its prompt."""
     found = [data for plan in node.planned for data in plan.scheduled_new_reqs if data.req_id == name]
     assert len(found) == 1
     assert found[0].prompt_token_ids == prompt(100)

@@ -64,7 +64,7 @@ class Victim:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     def counts(self) -> dict[str, int]:
-        """What was counted since the last call, as `counter/label`."""
+        """Counts since the last call, as `counter/label`."""
         return self.tell("counts")
 
     def tell(self, word: str) -> dict[str, int]:

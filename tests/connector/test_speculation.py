@@ -1,4 +1,4 @@
-"""What speculative decoding changes for a hand-over, on vLLM's real scheduler: states, and how far a ticket reaches."""
+"""Speculative decoding changes a hand-over, on vLLM's real scheduler: states, and how far a ticket reaches."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

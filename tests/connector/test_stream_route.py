@@ -1,4 +1,4 @@
-"""What the journal's route answers where there is no stream to journal, and how a stream ends that breaks."""
+"""Answers of the journal's route where there is no stream to journal, and ends of streams that break."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.fakes.clock import FakeClock
 
 OLD, NEW = "old key of sixteen", "new key of sixteen"
 ROTATION = ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,))
-"""What every node's file holds, step by step."""
+"""The contents of every node's file, step by step."""
 
 
 class Mounted:

@@ -1,4 +1,4 @@
-"""What the nodes' distribution installs: one package, under a name that is ours alone."""
+"""The nodes' distribution installs one package, under a name that is ours alone."""
 
 import subprocess
 import sys

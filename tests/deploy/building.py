@@ -20,7 +20,7 @@ class BuildError(Exception):
 
 
 def build(dockerfile: Path, folder: Path) -> Path:
-    """What the build stage makes, a virtual environment or wheels: made in `folder`. Raises BuildError."""
+    """The result of the build stage, a virtual environment or wheels: made in `folder`. Raises BuildError."""
     stage = next(stage for stage in stages(dockerfile) if stage.name == "build")
     environment, source = stage.environment(dict(os.environ)), folder / WORKDIR
     source.mkdir()
@@ -45,7 +45,7 @@ def _moved(line: str, folder: Path) -> str:
 
 
 def installed_bytes(environment: Path) -> int:
-    """What it takes on disk, the interpreter's links aside."""
+    """Bytes that it takes on disk, the interpreter's links aside."""
     return sum(each.lstat().st_size for each in (environment / "lib").rglob("*") if each.is_file())
 
 

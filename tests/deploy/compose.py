@@ -45,7 +45,7 @@ def resolved(profile: str, **variables: str) -> dict[str, Service]:
 
 @cache
 def _config(variables: frozenset[tuple[str, str]]) -> str:
-    """What ``podman-compose config`` prints, of all profiles; kept."""
+    """The output of ``podman-compose config``, of all profiles; kept."""
     line = [sys.executable, "-c", RUN, "-f", str(COMPOSE), "--env-file", os.devnull]
     with tempfile.TemporaryDirectory() as folder:
         environment = {"PATH": path_with_podman(Path(folder)), "HOME": "/nonexistent", **dict(variables)}

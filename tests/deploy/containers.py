@@ -1,4 +1,4 @@
-"""What a container engine would run: a service of compose.yaml on top of the image that it is built from.
+"""Services of compose.yaml as a container engine would run them, on top of the images that they are built from.
 
 `Moved` takes it out of its container: the few texts that only a container makes true are exchanged, nothing else is.
 """

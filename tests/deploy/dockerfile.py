@@ -42,15 +42,15 @@ class Stage:
     lines: tuple[Instruction, ...]
 
     def all(self, word: str) -> list[str]:
-        """What follows each of these words."""
+        """The texts after each of these words."""
         return [line.rest for line in self.lines if line.word == word]
 
     def listed(self, word: str) -> list[str]:
-        """What the exec form of the last such line holds; empty where there is none. Raises ValueError for another."""
+        """The list in the exec form of the last such line; empty without one. Raises ValueError for another form."""
         return list(json.loads(self.all(word)[-1])) if self.all(word) else []
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """What ENV lines add to the environment of the base image."""
+        """Variables that ENV lines add to the environment of the base image."""
         pairs = [pair for line in self.all("ENV") for pair in re.findall(r"(\w+)=(\S*)", line)]
         return reduce(lambda known, pair: {**known, pair[0]: _filled(pair[1], known)}, pairs, dict(base))
 

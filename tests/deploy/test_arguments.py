@@ -23,7 +23,7 @@ ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "node": "kv_consumer
 
 @pytest.fixture(scope="module")
 def parse() -> Parse:
-    """What `vllm serve` makes of its arguments; it ends the process, SystemExit, over any that it does not know."""
+    """The arguments as `vllm serve` reads them; it ends the process, SystemExit, over any that it does not know."""
     launchers = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
     parser = launchers.make_arg_parser(pytest.importorskip("vllm.utils.argparse_utils").FlexibleArgumentParser())
     return lambda words: Namespace(**vars(parser.parse_args(words)))
@@ -37,7 +37,7 @@ def assert_reuses(options: Namespace) -> None:
 
 
 def assert_publishes(options: Namespace) -> None:
-    """What is cached, by hashes that can be computed elsewhere."""
+    """The node publishes its cache, by hashes that can be computed elsewhere."""
     events = options.kv_events_config
     assert (events.enable_kv_cache_events, events.publisher) == (True, "zmq")
     assert events.endpoint.startswith("tcp://*:")

@@ -152,7 +152,7 @@ def test_no_block_size_is_advised_where_none_helps() -> None:
 
 
 class Kernel:
-    """What vLLM asks of an attention backend for this; FlashAttention's answers."""
+    """The part of an attention backend that vLLM asks for this; FlashAttention's answers."""
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[Any]:

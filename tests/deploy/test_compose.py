@@ -55,7 +55,7 @@ ENVIRONMENT = {
     "NODE_PORT": "9997",
     "ADMIN_PORT": "9998",
 }
-"""What an operator may set; in one, for to resolve the variables takes most of a second."""
+"""Variables that an operator may set; in one, for to resolve the variables takes most of a second."""
 OFF = {"RESUME_ARGS": "", "KV_EVENTS": "false"}
 BUILT = [(profile, name) for profile, names in PROFILES.items() if profile != "watch" for name in sorted(names)]
 
@@ -76,7 +76,7 @@ def test_the_proxy_accepts_its_environment(profile: str, service: str, tmp_path:
 
 
 def make_token(folder: Path) -> str:
-    """What the container makes that runs before the proxy, in this folder; then the token."""
+    """Run the container that comes before the proxy, in this folder; return the token that it makes."""
     made = container("admin-token", resolved("decode")["admin-token"], {})
     python, *words = (word.replace("/access", str(folder)) for word in made.command)
     subprocess.run([sys.executable, *words], check=True)

@@ -64,7 +64,7 @@ class TestChoice:
 
 
 class TestContainer:
-    """What is done with one."""
+    """Commands about one container."""
 
     def test_its_log_is_kept_and_it_is_removed_where_a_check_fails(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -94,7 +94,7 @@ class TestContainer:
 
 
 class TestNames:
-    """What the command builds is what compose.yaml runs."""
+    """The command builds the images that compose.yaml runs."""
 
     def test_images_and_dockerfiles_are_those_of_the_profile(self) -> None:
         services = resolved("cpu")

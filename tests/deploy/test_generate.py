@@ -1,4 +1,4 @@
-"""What is made of something else is as `make generate` would make it: no two copies drift apart."""
+"""Generated files are as `make generate` would make them: no two copies drift apart."""
 
 from pathlib import Path
 

@@ -213,7 +213,7 @@ class TestNodes:
 
 
 class TestPreflight:
-    """What is made of nvidia-smi, of torch, of a model's name and of an environment."""
+    """Answers of nvidia-smi, of torch, to a model's name and to an environment."""
 
     def test_memory_that_others_use_is_seen(self, options: Options) -> None:
         assert "memory of GPU 1" in (found := failing(check_gpus(options, LISTING, CUDA)))

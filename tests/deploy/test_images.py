@@ -26,11 +26,11 @@ NIXL = "1.5.1"
 PROXY = FOLDER / "proxy.Dockerfile"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MOST_BYTES = 60 * 1000 * 1000
-"""What the proxy's wheels may take, installed."""
+"""Bytes that the proxy's wheels may take, installed."""
 
 
 def copied(stage: Stage) -> list[str]:
-    """What a stage copies from the repository."""
+    """Files that a stage copies from the repository."""
     return [source for line in stage.all("COPY") if not line.startswith("--from") for source in line.split()[:-1]]
 
 
@@ -149,7 +149,7 @@ def test_the_gpu_nodes_image_gets_our_wheel(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tls", [True, False])
 def test_the_gpu_nodes_health_check_asks_as_the_node_speaks(tls: bool, tmp_path: Path) -> None:
-    """Whoever signed its certificate: it is the container that asks itself."""
+    """Any signer of its certificate will do: the container asks itself."""
     health = stages(FOLDER / "gpu-node.Dockerfile")[-1].health()
     for status in (200, 503):
         with serving(status, tmp_path if tls else None) as port:

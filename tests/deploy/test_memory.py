@@ -1,4 +1,4 @@
-"""What fits on a GPU, held to published start-up logs and to vLLM's own arithmetic."""
+"""Models that fit on a GPU, held to published start-up logs and to vLLM's own arithmetic."""
 
 import json
 import re
@@ -19,7 +19,7 @@ FP8_CACHE = Dtypes(kv_cache="fp8")
 
 
 def with_cache(name: str, gib: float, flags: Flags) -> Fit:
-    """What a node has whose log says "Available KV cache memory: … GiB"."""
+    """A node whose log says "Available KV cache memory: … GiB"."""
     found = fit(load(name), 1000, flags)
     return replace(found, total=found.weights + found.reserved + round(gib * GIB))
 
@@ -69,7 +69,7 @@ REFUSED = LOG.with_name("start-h100-qwen3.6-35b-a3b.log")
 
 
 def said(pattern: str, log: Path = LOG) -> str:
-    """What the log says there."""
+    """The log's words there."""
     [found] = re.findall(pattern, log.read_text(encoding="utf-8"))
     return str(found)
 
@@ -224,7 +224,7 @@ def test_layers_are_read_from_each_familys_configuration() -> None:
                          ("Qwen/Qwen3.5-9B", "Qwen3_5ForCausalLM")],
 )  # fmt: skip
 def test_listed_sizes_are_those_of_the_listed_configurations(name: str, causal: str) -> None:
-    """What transformers makes of the configuration, without memory for it, and up to 5 % of images and drafts."""
+    """The sizes are those of transformers' model of the configuration, but for up to 5 % of images and drafts."""
     import torch
 
     text = known()[name]["config"]["text_config"]

@@ -43,7 +43,7 @@ def test_every_place_names_the_version_of_the_source() -> None:
 
 
 def test_no_other_place_names_it() -> None:
-    """Of lines that speak of pdproxy: vLLM may reach the same number."""
+    """Only lines that speak of pdproxy count: vLLM may reach the same number."""
     named = re.compile(rf"(?<![\d.]){re.escape(__version__)}(?![\d.]*\d)")
     listed = subprocess.run(["git", "-C", ROOT, "ls-files", *PUBLISHED], capture_output=True, text=True, check=True)
     texts = {file: (ROOT / file).read_text(errors="replace") for file in listed.stdout.split()}
@@ -125,7 +125,7 @@ def test_the_published_chart_passes_the_workflows_check_and_is_packed_under_its_
 
 
 class TestWorkflows:
-    """What can be known of them without the service that runs them."""
+    """Facts of the workflows that can be known without the service that runs them."""
 
     @staticmethod
     def jobs(file: Path) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def without(name: str, folder: Path) -> Iterator[None]:
 
 
 def _files(name: str) -> Iterator[tuple[str, Path]]:
-    """What it has below site-packages; scripts lie elsewhere."""
+    """The distribution's files below site-packages; scripts lie elsewhere."""
     for file in distribution(name).files or ():
         if ".." not in file.parts:
             yield str(file), Path(str(file.locate()))
@@ -90,7 +90,7 @@ def ask(child: "subprocess.Popen[str]", url: str) -> None:
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the image installs: thousands of links, made once."""
+    """The image's packages: thousands of links, made once."""
     return link(pinned("proxy"), tmp_path_factory.mktemp("packages"))
 
 

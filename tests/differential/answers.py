@@ -1,4 +1,4 @@
-"""What of an answer must be the same from a single engine and through the proxy. Pure."""
+"""The parts of an answer that must be the same from a single engine and through the proxy. Pure."""
 
 import json
 from collections.abc import Iterator, Mapping

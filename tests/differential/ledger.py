@@ -66,7 +66,7 @@ class Difference:
 
 
 def unexplained(found: Sequence[Difference], rows: Sequence[Row]) -> list[Difference]:
-    """Those without a row."""
+    """The differences without a row."""
     return [each for each in found if not any(row.explains(each.case, each.aspects) for row in rows)]
 
 

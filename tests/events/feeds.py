@@ -33,7 +33,7 @@ class Caches(PlaceCaches):
         return self.registry.get_sample_value(f"pdproxy_{name}", labels) or 0.0
 
     def blocks(self, place: Place = PLACE) -> int:
-        """That the place is known to hold."""
+        """Blocks that the place is known to hold."""
         return sum(feed.blocks for feed in self.of_node(place.node) if feed.place == place)
 
 

@@ -1,4 +1,4 @@
-"""Of which nodes anything is known by their KV events: plans ask for all nodes at once."""
+"""Nodes of which anything is known by their KV events: plans ask for all nodes at once."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""What is cached of a request's prompt is looked up where that can pay, and counts as soon as it is routed."""
+"""The cached part of a request's prompt is looked up where that can pay, and counts as soon as it is routed."""
 
 import asyncio
 import dataclasses
@@ -78,7 +78,7 @@ class World:
         self._sequence[name] += 1
 
     def caches_prompt(self, name: str, salt: str | None = None) -> None:
-        """It has the two whole blocks of the prompt, and a state after the first."""
+        """The node has the two whole blocks of the prompt, and a state after the first."""
         first, second = hashes(salt=salt)[3], hashes(salt=salt)[7]
         self.tell(name, stored(first, second, group=ATTENTION), stored(first, group=STATE, kind="mamba"))
 
@@ -204,7 +204,7 @@ async def test_a_decode_node_that_computes_alone_keeps_a_state() -> None:
 
 @pytest.mark.parametrize("unit", [0, 4])
 async def test_a_decode_node_has_nothing_of_a_ticket_that_it_has_not_read(unit: int) -> None:
-    """It could be planned to compute another prompt from there at once, and would compute that one whole."""
+    """The place could be planned to compute another prompt from there at once, and would compute that one whole."""
     world = World()
     for name in world.infos:
         world.tell(name, stored(1, group=ATTENTION), stored(1, group=STATE, kind="mamba"))

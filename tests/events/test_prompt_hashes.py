@@ -1,4 +1,4 @@
-"""Of a prompt that goes on from one that was tokenized, no node is asked before its plan; of others where it pays."""
+"""A prompt that goes on from one that was tokenized is planned without asking any node; others ask where it pays."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ def text(words: int, prefix: str = "word") -> str:
 
 
 def at_once(coroutine: Coroutine[Any, Any, PromptHits | None]) -> PromptHits | None:
-    """What it returns without waiting for anything."""
+    """The value that a coroutine returns without waiting for anything."""
     with pytest.raises(StopIteration) as end:
         coroutine.send(None)
     found: PromptHits | None = end.value.value
@@ -46,7 +46,7 @@ class Talks(World):
             self.tell(name, stored(1, group=ATTENTION), stored(1, group=STATE, kind="mamba"))
 
     def renders(self, ids: range) -> None:
-        """What nodes tell from now on."""
+        """Have nodes tell these ids from now on."""
         for info in self.infos.values():
             info.paths["/tokenize"] = 200, json.dumps({"tokens": [*ids]}).encode()
 
@@ -155,7 +155,7 @@ async def test_what_is_hashed_otherwise_is_not_known(first: dict[str, Any], seco
 
 
 async def asked_before_plans(world: Talks, first_ids: Iterable[int]) -> float:
-    """Of prompts of new texts, and what their ids begin with, which nodes take 10 ms to tell."""
+    """For how many prompts of new texts, whose ids begin so, nodes were asked first; they take 10 ms to tell."""
     before = world.looked_up("asked")
     for first in first_ids:
         world.no_node_answers()
@@ -172,7 +172,7 @@ NEW = range(1000, 21_000, 1000)
 
 
 async def test_no_plan_waits_for_ids_once_it_shows_that_nothing_of_new_texts_is_cached() -> None:
-    """It does again as soon as one was, since another proxy sends to these nodes too; that is learned behind plans."""
+    """The proxy asks again as soon as one was, since another proxy sends to these nodes too; no plan waits for that."""
     world = Talks()
     assert 0 < await asked_before_plans(world, NEW) < len(NEW)
     assert await asked_before_plans(world, (30_000, 31_000)) == 0

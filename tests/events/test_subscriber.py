@@ -32,7 +32,7 @@ class Cluster:
         self.transport = FakePoolTransport()
 
     def tells(self, name: str, *publishers: Publisher) -> FakeNodeInfo:
-        """What a node answers when it is asked for its publishers."""
+        """The node's answer when it is asked for its publishers."""
         answer = {
             str(rank): {"publisher": "zmq", "endpoint": f"tcp://*:{each.ports[0]}", "replay_endpoint": f"tcp://*:{each.ports[1]}"}
             for rank, each in enumerate(publishers)
@@ -59,7 +59,7 @@ class Cluster:
         return feeds[0].known if feeds else Known.NOTHING
 
     async def pass_time(self, seconds: float = POLL_SECONDS) -> None:
-        """Of the proxy's clock; and some of the loop's, for what waits on sockets."""
+        """Seconds of the proxy's clock pass; and some of the loop's, for what waits on sockets."""
         self.clock.advance(seconds)
         await asyncio.sleep(0.01)
 
@@ -163,7 +163,7 @@ async def test_a_node_that_restarted_at_other_ports_is_found_again() -> None:
 
 
 async def test_a_node_that_was_admitted_again_is_asked_for_its_publishers_again() -> None:
-    """It may be another process by now, though all that it says of itself is the same."""
+    """The node may be another process by now, though all that it says of itself is the same."""
     async with publishing() as publisher, following() as cluster:
         info = cluster.tells("a", publisher)
         cluster.join("a")

@@ -1,4 +1,4 @@
-"""What of vLLM's events is used, and that all else is passed over."""
+"""The used parts of vLLM's events; all else is passed over."""
 
 import msgspec
 import pytest
@@ -114,7 +114,7 @@ def test_a_lone_publisher_is_rank_0_whatever_it_calls_itself() -> None:
 
 
 def test_ranks_of_a_later_host_are_counted_as_its_server_counts_them() -> None:
-    """Of an engine of 16 ranks over two hosts: the second host's server takes the header values 0 to 7."""
+    """An engine of 16 ranks over two hosts: the second host's server takes the header values 0 to 7."""
     body = answer(r9=at(5566, 5666), r8=at(5565, 5665))
     assert [(source.rank, source.publisher) for source in read_sources(body, "http://n:1").usable] == [(0, 8), (1, 9)]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 HALF = 11
 """Ids that this divides are half a character."""
 BROKEN = "<broken>"
-"""What comes out when a prompt ends in half a character: a continuation must never begin there."""
+"""The text that comes out where a prompt ends in half a character: a continuation must never begin there."""
 
 
 def tokenize(text: str) -> list[int]:
@@ -39,7 +39,7 @@ class Detokenizer:
         self._halves = 0
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What these tokens add."""
+        """The text that these tokens add."""
         added = []
         for token in tokens:
             if token % HALF == 0:
@@ -87,7 +87,7 @@ class ChoiceText:
         self.produced = 0
 
     def feed(self, step: list[int]) -> Generated:
-        """What comes of the next tokens."""
+        """The outputs of the next tokens."""
         self.produced += len(step)
         self.left -= len(step)
         self._text += self._detokenizer.text(step)

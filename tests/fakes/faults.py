@@ -1,4 +1,4 @@
-"""What a fake node can do wrong, when, and what it then writes."""
+"""Faults of a fake node: what it does wrong, when, and what it then writes."""
 
 import dataclasses
 import enum
@@ -64,7 +64,7 @@ QUICK_FAULTS = {
     "error-event": InjectedFault(FaultKind.ERROR_EVENT, at=2),
     "no-ticket": InjectedFault(FaultKind.NO_TICKET),
 }
-"""Those that the proxy notices without waiting, by a name for the test."""
+"""Faults that the proxy notices without waiting, by a name for the test."""
 
 FIRST_TOKENS = 2
 """Events from which on an answer has tokens, whatever the endpoint."""

@@ -16,7 +16,7 @@ Record = list[Any]
 
 
 def records_of(body: Mapping[str, Any]) -> list[Record] | None:
-    """Of the stream that a body is to resume; None for a body that the route refuses."""
+    """The records of the stream that a body is to resume; None for a body that the route refuses."""
     order = body.get(RESUME, {"records": []})
     records = order.get("records") if isinstance(order, dict) and order.keys() == {"records"} else None
     if not body.get("stream") or not isinstance(records, list):

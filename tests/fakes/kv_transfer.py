@@ -30,7 +30,7 @@ class FakeKvTransfer:
         each of the two holds blocks."""
         self.pulled = 0
         self.told: dict[str, str] | None = None
-        """What decode nodes tell of their reads, to whoever asks."""
+        """Decode nodes' reports of their reads, to whoever asks."""
         self.address = "10.0.0.1"
         """In tickets."""
         self.deaf = False

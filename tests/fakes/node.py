@@ -19,7 +19,7 @@ GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages
 """The type of vLLM's error for a field that it cannot read."""
 UNREADABLE = 10**6
 FORM = b"--"
-"""What a body in parts (multipart/form-data) begins with."""
+"""The beginning of a body in parts (multipart/form-data)."""
 JSON = (("content-type", "application/json"),)
 EVENTS = (("content-type", "text/event-stream; charset=utf-8"),)
 METRICS = """\
@@ -79,15 +79,15 @@ class FakeNode:
         self.template: str | None = ""
         """Words that its chat template puts in front of a chat; None: it has no chat template."""
         self.fault: InjectedFault | None = None
-        """Of legs; ``at`` < 0: before the head of the answer."""
+        """The fault of its legs; ``at`` < 0: before the head of the answer."""
         self.cache: PromptCache | None = None
-        """What it has cached of prompts, where that is to count."""
+        """The cached prompts, where that is to count."""
         self.resumes = False
         """As a decode node with ``--prefix-match-unit``: it keeps a state at the end of a prompt that it took over."""
         self.separators: tuple[str, str] | None = None
-        """Of JSON in its streams and answers, as `json.dumps` takes them; None writes as vLLM does."""
+        """Separators of JSON in its streams and answers, as `json.dumps` takes them; None writes as vLLM does."""
         self.stream_pieces: tuple[bytes, ...] = ()
-        """Of its streams, in the place of what it would generate."""
+        """Pieces of its streams, in the place of what it would generate."""
         self.prefix = ""
         """Before each of its paths."""
         self.forwarded: dict[str, Script] = {}
@@ -236,7 +236,7 @@ class FakeNode:
         return own if from_ticket is None else int(from_ticket), wrong
 
     def _keep(self, question: ParsedRequest, params: Mapping[str, Any]) -> dict[str, Any]:
-        """What it tells of the conversation that it is asked to keep."""
+        """The node's words about the conversation that it is asked to keep."""
         if self.kept is None:
             return {}
         for each in params.get("pdproxy_forget", ()):
@@ -323,7 +323,7 @@ def _releases(body: Mapping[str, Any]) -> str | None:
 
 
 def _invalid(body: Mapping[str, Any]) -> str | None:
-    """What vLLM refuses, as far as a proxy can cause it."""
+    """The reason why vLLM refuses a body, as far as a proxy can cause it; None where it takes it."""
     most = body.get("max_tokens") or body.get("max_completion_tokens")
     if most is not None and (body.get("min_tokens") or 0) > most:
         return "min_tokens must be less than or equal to max_tokens"

@@ -32,7 +32,7 @@ class CollectedSpan:
 
 @dataclasses.dataclass
 class Collector:
-    """What was exported so far; ``url``: where to."""
+    """Spans that were exported so far; ``url``: where to."""
 
     url: str
     content_types: set[str] = dataclasses.field(default_factory=set)

@@ -1,4 +1,4 @@
-"""What a fake node has cached of prompts, as a hybrid model's node has: where prompts ended, and where they parted."""
+"""The cached prompts of a fake node, as a hybrid model's node has them: where prompts ended, and where they parted."""
 
 from collections.abc import Sequence
 

@@ -74,7 +74,7 @@ class Pace:
 
 
 class _PrefillEngine:
-    """It computes prompts in the order in which they come, as vLLM does where it is not told otherwise."""
+    """The node computes prompts in the order in which they come, as vLLM does where it is not told otherwise."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace

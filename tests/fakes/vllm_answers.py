@@ -1,4 +1,4 @@
-"""What a fake node writes: questions read from bodies, answers and events in vLLM's shapes."""
+"""The writing of a fake node: questions read from bodies, answers and events in vLLM's shapes."""
 
 import dataclasses
 import itertools
@@ -145,7 +145,7 @@ def _likeliest(question: ParsedRequest, token: int) -> dict[str, float]:
 
 
 Group = tuple[tuple[int, Generated], ...]
-"""What the engine hands over at once: steps of choices, by their index. Empty before the first and after the last."""
+"""Outputs that the engine hands over at once: steps of choices, by index; none before the first and after the last."""
 REASONING = 3
 """Tokens of each choice that are reasoning where it is hidden."""
 

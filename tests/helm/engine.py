@@ -18,7 +18,7 @@ CHART = ROOT / "helm" / "pdproxy"
 RELEASE, NAMESPACE = "demo", "llm"
 
 KINDS = ("prefill", "decode", "node")
-"""Of nodes."""
+"""The kinds of nodes."""
 WORKLOADS = ("StatefulSet", "LeaderWorkerSet", "Deployment")
 
 Manifest = dict[str, Any]
@@ -46,7 +46,7 @@ class Engine:
         return reply
 
     def lint(self, values: Mapping[str, Any]) -> list[str]:
-        """What `helm lint --strict` finds. Raises Refused."""
+        """Faults that `helm lint --strict` finds. Raises Refused."""
         reply: list[str] = self._ask("lint", values)
         return reply
 
@@ -59,7 +59,7 @@ class Engine:
         return str(self._ask("version", {}))
 
     def manifests(self, values: Mapping[str, Any], kubeconfig: str = "", release: str = RELEASE) -> "Manifests":
-        """What would be applied. Raises Refused."""
+        """Objects that would be applied. Raises Refused."""
         files = self.render(values, kubeconfig, release)
         texts = [text for path, text in files.items() if path.endswith(".yaml")]
         return Manifests([found for text in texts for found in pickle.loads(_parsed(text))])

@@ -32,7 +32,7 @@ def render(request: Mapping[str, Any]) -> dict[str, str]:
 
 
 def lint(request: Mapping[str, Any]) -> list[str]:
-    """What Helm finds wrong."""
+    """Faults that Helm finds."""
     found = helm.lint(request["chart"], request["values"], strict=True, namespace=request["namespace"])
     return [f"{message['path']}: {message['error']}" for message in found["messages"]] + list(found["errors"])
 

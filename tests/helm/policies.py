@@ -1,4 +1,4 @@
-"""What NetworkPolicies let through, as Kubernetes defines it: enough of it for the chart's own."""
+"""Connections that NetworkPolicies let through, as Kubernetes defines it: enough of it for the chart's own."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Whatever Helm is told in the documentation, it does: the files are there, and the values are taken."""
+"""Helm's commands in the documentation work: the files are there, and the values are taken."""
 
 import itertools
 import re
@@ -11,7 +11,7 @@ from tests.helm.engine import CHART, ROOT, Engine, read_values
 
 PAGES = [CHART / "README.md", ROOT / "README.md", *ROOT.glob("docs/*.md"), *CHART.glob("examples/*.yaml")]
 PLACEHOLDER = re.compile(r"[A-Z][A-Z'-]+")
-"""What the reader has to put in, such as VALUES."""
+"""Words that the reader has to replace, such as VALUES."""
 
 
 def commands() -> list[str]:

@@ -56,7 +56,7 @@ def replaces(helm: Engine, values: str, names: Collection[str]) -> None:
 
 
 def names_in(helm: Engine, values: str) -> list[str]:
-    """Of all the chart's variables."""
+    """The names of all the chart's variables."""
     found = containers(helm.manifests(with_variables(values, [])))
     return sorted({name for _, container in found for name in variables(container)})
 

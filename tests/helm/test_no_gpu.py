@@ -20,7 +20,7 @@ OWN = {
     "compose": {"shutdown-timeout"},
     "chart": {"shutdown-timeout", "tensor-parallel-size", "gpu-memory-utilization"},
 }
-"""What only some of them say: addresses, how long to wait at the end, and GPU settings that mean nothing on a CPU."""
+"""Settings of some of them: addresses, how long to wait at the end, and GPU settings that mean nothing on a CPU."""
 PLACES = {"VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT", "NO_PROXY"}
 """Addresses, which differ."""
 
@@ -39,7 +39,7 @@ def flags(words: list[str]) -> dict[str, str]:
 
 
 def said(words: list[str], by: str) -> dict[str, object]:
-    """What all three must say alike."""
+    """The settings that all three must share."""
     found: dict[str, object] = {name: value for name, value in flags(words).items() if name not in OWN[by]}
     transfer = json.loads(str(found.pop("kv-transfer-config")))
     events = json.loads(str(found.pop("kv-events-config")))

@@ -1,4 +1,4 @@
-"""What an operator may add or exchange: volumes, contexts, claims, certificates, weights that a Job fetches."""
+"""Additions and exchanges of an operator: volumes, contexts, claims, certificates, weights that a Job fetches."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def pods(manifests: Manifests) -> list[Manifest]:
 
 
 class TestTexts:
-    """What looks like a number, or has characters of YAML's own, arrives as it was said."""
+    """A text that looks like a number, or has characters of YAML's own, arrives as it was said."""
 
     def test_paths(self, helm: Engine) -> None:
         storage = {"kind": "hostPath", "hostPath": SPACED, "mountPath": SPACED}

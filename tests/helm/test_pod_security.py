@@ -76,7 +76,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "nodes with `rdma.enabled`": ({"prefill": RDMA, "decode": RDMA}, "privileged"),
     "nodes with a `hostPath`": ({"model": {"storage": WEIGHTS}}, "privileged"),
 }
-"""What the README's table lists, with values that make it so."""
+"""Rows of the README's table, with values that make it so."""
 
 
 def pod(manifests: Manifests, name: str) -> Manifest:

@@ -26,7 +26,7 @@ FOREIGN = {
 
 ALL = pytest.mark.parametrize("values", value_files())
 utils.schema_contents = functools.cache(utils.schema_contents)
-"""It would parse the definitions that all kinds share, two megabytes, for each object."""
+"""Kept: the definitions that all kinds share, two megabytes, would be parsed for each object."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What autoscalers ask for is what the proxy counts."""
+"""Autoscalers ask for series that the proxy counts."""
 
 import re
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def counted() -> CollectorRegistry:
 
 
 def summed(query: str) -> Selector:
-    """What a query sums up; a scaler's query is nothing but a sum."""
+    """The series that a query sums up; a scaler's query is nothing but a sum."""
     assert re.fullmatch(r"sum\(pdproxy_\w+\{[^{}]*\}\)", query)
     [selector] = selectors(query)
     return selector

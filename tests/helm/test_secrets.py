@@ -73,7 +73,7 @@ def data_of(manifests: Manifests) -> dict[str, dict[str, str]]:
 
 
 def text(data: str) -> str:
-    """What an entry says."""
+    """The text of an entry."""
     return base64.b64decode(data).decode()
 
 
@@ -118,7 +118,7 @@ def test_an_upgrade_does_not_restart_nodes(helm: Engine) -> None:
 
 
 def test_given_keys_win_and_a_change_restarts_nobody(helm: Engine) -> None:
-    """Whoever reads them reads them again."""
+    """Readers of these files read them again."""
     old, new = "old-key-0123456789", "new-key-0123456789"
     made = data_of(helm.manifests({part: {"keys": [old]} for part in ("tickets", "apiKeys")}))
     with cluster(NAMESPACE, made) as kubeconfig:

@@ -26,7 +26,7 @@ def later(helm: Engine, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def workloads(manifests: Manifests) -> dict[str, Manifest]:
-    """What the nodes' workloads say, by name: templates, and what cannot be changed afterwards."""
+    """The nodes' workloads by name: templates, and what cannot be changed afterwards."""
     found = manifests.of("StatefulSet") + manifests.of("LeaderWorkerSet")
     return {each["metadata"]["name"]: each["spec"] for each in found}
 
@@ -90,7 +90,7 @@ def test_objects_say_which_chart_made_them(later: Engine, values: str) -> None:
 
 
 def test_the_nodes_image_is_the_connectors_release(rendered: Rendered) -> None:
-    """It is not derived: a release that changes the version must change it in values.yaml too."""
+    """The version is not derived: a release that changes it must change it in values.yaml too."""
     for role in ("prefill", "decode"):
         assert only_container(rendered("default").node(role))["image"] == f"pdproxy-node:{__version__}"
 

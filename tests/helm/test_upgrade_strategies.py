@@ -1,4 +1,4 @@
-"""What `nodes.upgrade.strategy` renders: who is replaced how, who may ask whom, and what the notes promise."""
+"""Objects of `nodes.upgrade.strategy`: who is replaced how, who may ask whom, and what the notes promise."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the chart gives to Prometheus and Grafana: labels by release, rules about one release, the dashboard."""
+"""The chart's objects for Prometheus and Grafana: labels by release, rules about one release, the dashboard."""
 
 import json
 import re

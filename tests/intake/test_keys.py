@@ -40,7 +40,7 @@ def test_without_keys_every_request_is_accepted() -> None:
 
 
 def limits_of(*lines: str) -> KeyLimits:
-    """Of the key `k`."""
+    """The limits of the key `k`."""
     return ApiKeys(parse_key_lines(lines)).api_key({"x-api-key": "k"}).limits
 
 

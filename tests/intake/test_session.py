@@ -1,4 +1,4 @@
-"""What names a request's session."""
+"""Names of a request's session."""
 
 import pytest
 from hypothesis import given
@@ -45,7 +45,7 @@ def test_tenants_do_not_meet() -> None:
 
 @given(st.text(max_size=LONGEST_KEY + 10), st.text(max_size=20))
 def test_a_session_is_a_number_of_64_bits(key: str, tenant: str) -> None:
-    """Of whatever JSON may hold, lone surrogates too."""
+    """Anything that JSON may hold has one, lone surrogates too."""
     found = session(tenant, user=key)
     assert found is None or 0 <= found < 2**64
 

@@ -39,7 +39,7 @@ MODEL = part(b'form-data; name="model"')
 
 
 def nodes_model(raw: bytes, kind: str) -> str:
-    """What a node's web framework reads; "" where it refuses the form, or reads no text."""
+    """The model in a form as a node's web framework reads it; "" where it refuses the form, or reads no text."""
 
     async def receive() -> dict[str, object]:
         return {"type": "http.request", "body": raw, "more_body": False}

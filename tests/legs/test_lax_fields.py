@@ -30,7 +30,7 @@ READ = [(endpoint, name) for endpoint in Endpoint for name in FIELDS[endpoint]]
 
 
 def theirs(endpoint: Endpoint, name: str) -> TypeAdapter[Any]:
-    """What vLLM's model makes of a field."""
+    """A field's value in vLLM's model."""
     annotation, default = annotations(endpoint)[name]
     known = {**NAMES, "StreamOptions": StreamOptions}
     kind = eval(ast.unparse(annotation), known)  # vLLM's own source

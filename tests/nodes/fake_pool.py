@@ -119,7 +119,7 @@ def metrics(labels: Mapping[str, str] | None) -> bytes:
 
 
 def levels(fingerprint: Mapping[str, str]) -> bytes:
-    """What a connector publishes once its engine stepped for the first time."""
+    """Metrics that a connector publishes once its engine stepped for the first time."""
     parts = "".join(
         f'pdproxy_connector_fingerprint{{engine="0",part="{part}",value="{value}"}} 1.0\n'
         for part, value in fingerprint.items()

@@ -1,4 +1,4 @@
-"""What operators are told of a node's prefix cache."""
+"""Advice to operators about a node's prefix cache."""
 
 import dataclasses
 from collections.abc import Mapping

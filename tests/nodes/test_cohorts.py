@@ -41,11 +41,11 @@ class Fleet:
             self.serve(name)
 
     def come(self, name: str) -> None:
-        """It is found, and joins."""
+        """A node is found, and joins."""
         self.pool.add(node(name))
 
     def serve(self, name: str) -> None:
-        """It passed its tests."""
+        """The node passed its tests."""
         self.proved.add(name)
         self.pool.admit(node(name, name.split("-")[1]))
 

@@ -1,4 +1,4 @@
-"""What follows from the results of known-answer tests, and which node is wrong."""
+"""Conclusions from the results of known-answer tests, and which node is wrong."""
 
 import itertools
 

@@ -14,7 +14,7 @@ NOW = 1000.0
 
 
 class Seen:
-    """What became of tickets, each of another prompt."""
+    """The ends of tickets, each of another prompt."""
 
     def __init__(self) -> None:
         self.hand_overs, self.requests = HandOverResults(), 0

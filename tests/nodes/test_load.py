@@ -10,7 +10,7 @@ from pdproxy.nodes.load import LEAST_PER_TOKEN, MEMORY, MOST_PER_TOKEN, START, S
 
 
 def learned(fixed: float, per_token: float, sizes: list[int], place: PlaceLoad | None = None) -> Load:
-    """What a place shows that takes so long."""
+    """A book that has learned from prompts of these sizes, at a place that takes so long."""
     book, place = Load(), place or PlaceLoad()
     for tokens in sizes:
         book.learn(Work.PREFILL, place, tokens, fixed + per_token * tokens)

@@ -1,4 +1,4 @@
-"""What nodes publish about themselves."""
+"""Facts that nodes publish about themselves."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is logged of nodes: every change of a state at once and once, and that a role is not served any more."""
+"""Log lines about nodes: every change of a state at once and once, and that a role is not served any more."""
 
 import logging
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What is logged of nodes that cannot be reached."""
+"""Log lines about nodes that cannot be reached."""
 
 import logging
 

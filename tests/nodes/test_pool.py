@@ -91,7 +91,7 @@ def test_refused_connections_in_a_row_open_the_circuit(pool: Pool) -> None:
 
 
 def test_one_request_takes_out_one_node_of_a_role_and_others_the_rest(pool: Pool, clock: FakeClock) -> None:
-    """Whatever it fails by, and also where the first node is on trial again."""
+    """Any fault counts, and also where the first node is on trial again."""
     for name in ("d2", "p1"):
         node = dataclasses.replace(NODE, name=name, roles=(Role.PREFILL if name == "p1" else Role.DECODE,))
         pool.add(node)

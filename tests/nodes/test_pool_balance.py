@@ -1,4 +1,4 @@
-"""Whatever happens to a pool, its counts balance."""
+"""A pool's counts balance, whatever happens to it."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What plans see of the pool is never out of date, though it is not made anew for each."""
+"""The pool as plans see it is never out of date, though it is not made anew for each."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ def fresh(entry: PoolEntry, now: float) -> NodeView:
 
 
 def shown(view: NodeView) -> tuple[object, ...]:
-    """What plans read of it."""
+    """The part of the pool that plans read."""
     return view.node, view.name, view.state, view.share, view.room, view.load, view.trials, len(view.places)
 
 

@@ -87,7 +87,7 @@ class Cluster:
         return self.transport.nodes[name].asked.count((ALIVE, None))
 
     def outcomes(self, role: Role = Role.DECODE) -> dict[SilenceOutcome, float]:
-        """Those that were counted."""
+        """The outcomes that were counted."""
         counted = {
             each: self.registry.get_sample_value("pdproxy_silence_probes_total", {"role": role, "outcome": each}) or 0
             for each in SilenceOutcome
@@ -288,7 +288,7 @@ async def test_one_lost_probe_proves_nothing() -> None:
 
 @pytest.mark.parametrize("moment", [0.2, 0.8, 1.3])
 async def test_a_proxy_that_did_not_run_itself_blames_nobody(moment: float) -> None:
-    """It was stopped for a while, before or during the probe; what nodes sent meanwhile is not read yet."""
+    """The proxy was stopped for a while, before or during the probe; what nodes sent meanwhile is not read yet."""
     cluster = Cluster(decodes=2)
     async with cluster.watched():
         with cluster.streams("d1", "d2") as (stream, other):

@@ -1,4 +1,4 @@
-"""What each API key uses, in the metrics."""
+"""Usage of each API key, in the metrics."""
 
 from prometheus_client import CollectorRegistry
 

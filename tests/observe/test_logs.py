@@ -229,7 +229,7 @@ def wait_until(reached: Callable[[], bool]) -> None:
 
 
 def drain(read: int) -> str:
-    """What comes until all that write have closed."""
+    """The bytes until all that write have closed."""
     with open(read, "rb", closefd=False) as file:
         return file.read().decode()
 

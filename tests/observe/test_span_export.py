@@ -47,7 +47,7 @@ class Scripted:
 
     @contextmanager
     def listening(self) -> Iterator["Scripted"]:
-        """It listens while inside."""
+        """The collector listens while inside."""
         scripted = self
 
         class Handler(QuietHandler):

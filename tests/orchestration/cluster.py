@@ -30,7 +30,7 @@ MODEL = "tiny"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Got:
-    """What a client got: a status and the bytes, whole."""
+    """The answer that a client got: a status and the bytes, whole."""
 
     status: int
     headers: Mapping[str, str]

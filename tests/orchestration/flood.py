@@ -31,7 +31,7 @@ from tests.fakes.timed import LoopClock, Pace, TimedTransport, VirtualTimeLoop
 from tests.orchestration.cluster import MODEL
 
 CAPACITY = Capacity(6000, None, 8, Binding.ATTENTION)
-"""Of each decode node: room for some forty of these requests."""
+"""The capacity of each decode node: room for some forty of these requests."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Waits:
     flood_seconds: float = 0.0
 
     def ratio(self, part: float) -> float:
-        """Of the quantiles with and without the flood."""
+        """The ratio of the quantiles with and without the flood."""
         return quantile(self.flooded, part) / quantile(self.alone, part)
 
 
@@ -171,7 +171,7 @@ class FloodSetup:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def quiet(self, seconds: float) -> list[float]:
-        """What the quiet keys see for so long."""
+        """Times to first token that the quiet keys see for so long."""
         parts = await asyncio.gather(*(self._quiet(load, seconds) for load in self._scene.quiet))
         return [wait for part in parts for wait in part]
 

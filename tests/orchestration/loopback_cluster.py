@@ -53,11 +53,11 @@ class LoopbackCluster:
         self.orchestrator = Orchestrator(self.context)
 
     def make_metrics(self) -> Metrics:
-        """What all of it counts with."""
+        """The metrics of all of it."""
         return Metrics(self.registry)
 
     def make_context(self, config: OrchestrationConfig) -> OrchestrationContext:
-        """What the orchestration is given."""
+        """The context of the orchestration."""
         return OrchestrationContext(self.transport, self.pool, self.metrics, self.clock, config)
 
     def count(self, name: str) -> float:

@@ -74,7 +74,7 @@ async def test_a_hand_over_begins_only_where_both_have_room() -> None:
 
 
 async def test_a_node_without_room_computes_no_prompt_for_others() -> None:
-    """It has the fewest legs, and its caches are nearly full."""
+    """The node has the fewest legs, and its caches are nearly full."""
     cluster = FakeCluster(0, 0, PAIRS, shared=3, capacity=Capacity(60, None, 1, Binding.ATTENTION))
     others = [cluster.pool.acquire(name) for name in ("n1", "n1", "n2", "n2")]
     with cluster.pool.acquire("n0", LegLoad(footprint=Footprint(50, 1))):
@@ -99,7 +99,7 @@ async def test_a_node_that_fails_costs_no_request(kind: FaultKind, number: int) 
 
 @pytest.mark.parametrize("roles", [PREFILL, DECODE], ids=["prefill", "decode"])
 async def test_roles_change_while_requests_run(roles: Roles) -> None:
-    """What began in a role that is gone goes on to its end."""
+    """Legs that began in a role that is gone go on to their ends."""
     cluster = FakeCluster(0, 0, PAIRS, shared=2)
     made = Streams(cluster)
     for name in "abcd":

@@ -90,7 +90,7 @@ class CachingCluster(FakeCluster):
 
 
 def said(turn: int, conversation: int = 0) -> list[str]:
-    """What was said up to a turn; words of the conversation's own."""
+    """The conversation up to a turn; words of its own."""
     return [f"c{conversation}t{number} " * 40 for number in range(2 * turn + 1)]
 
 

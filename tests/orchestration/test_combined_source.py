@@ -1,4 +1,4 @@
-"""What is known exactly goes before what is estimated, node by node."""
+"""Exact knowledge goes before an estimate, node by node."""
 
 from collections.abc import Sequence
 

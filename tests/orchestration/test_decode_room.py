@@ -25,7 +25,7 @@ from tests.orchestration.prompts import body_for, right
 COMPLETIONS = Endpoint.COMPLETIONS
 BODY = body_for(COMPLETIONS, stream=True)
 FOOTPRINT = Footprint(26, 1)
-"""Of `BODY`: 18 tokens by its bytes, and 8 of the answer."""
+"""The footprint of `BODY`: 18 tokens by its bytes, and 8 of the answer."""
 TWO = Capacity(60, None, 1, Binding.ATTENTION)
 """Room for two of them."""
 
@@ -254,7 +254,7 @@ async def test_those_that_wait_are_told_when_no_node_is_left(how: str) -> None:
 
 
 async def test_a_prompt_waits_for_its_hand_over_and_is_not_computed_elsewhere() -> None:
-    """Of another cohort there is a decode node that is idle, and no prefill node."""
+    """Another cohort has a decode node that is idle, and no prefill node."""
     async with streams(FakeCluster(prefills=1, decodes=2, capacity=TWO)) as made:
         made.cluster.amend("p0", cohort="x")
         made.cluster.amend("d0", cohort="x")

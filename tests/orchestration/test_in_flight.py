@@ -1,4 +1,4 @@
-"""What the operator sees of requests in flight."""
+"""Requests in flight as the operator sees them."""
 
 import logging
 from typing import Any

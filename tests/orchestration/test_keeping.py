@@ -56,7 +56,7 @@ class KeepingCluster(FakeCluster):
         return Got(reply.status, dict(reply.headers), await read(reply))
 
     def orders(self, role: Role = Role.PREFILL) -> list[tuple[str, dict[str, Any]]]:
-        """What nodes of a role were told of keeps, in order of time."""
+        """Orders about keeps to nodes of a role, in order of time."""
         nodes = self.prefills if role is Role.PREFILL else self.decodes
         legs = [(node.name, seen.body.get("kv_transfer_params") or {}) for node in nodes for seen in node.legs()]
         return [

@@ -320,7 +320,7 @@ async def test_a_failed_warm_up_releases_on_every_rank() -> None:
 
 
 async def test_a_barred_pair_answers_right_from_the_decode_node_alone() -> None:
-    """What clients get from a barred pair."""
+    """Clients' answers from a barred pair."""
     pair = Pair()
     pair.prefill.dialect = 3
     result = await pair.test_pair()

@@ -401,7 +401,7 @@ async def test_a_record_without_events_shows_that_the_node_generates() -> None:
 
 
 async def test_an_end_without_its_record_is_no_end() -> None:
-    """It is sent again by the node that resumes the stream."""
+    """The end is sent again by the node that resumes the stream."""
     first, *_ = fake_stream(Endpoint.COMPLETIONS).chunks
     leg = Leg(Endpoint.COMPLETIONS, [first, FINISHED + b"data: [DONE]\n\n"], journal=Journal())
     with pytest.raises(NodeFault, match="reset"):

@@ -44,7 +44,7 @@ FAULTS = {"refused": "refused", "reset-before-head": "reset", "reset-after-head"
           "stall-after-head": "stall", "400": "client_error", "429": "busy", "500": "server_error", "503": "busy",
           "garbage": "invalid_body", "aborted": "aborted", "no-ticket": "no_ticket"}  # fmt: skip
 UNCOUNTED = ("400", "429", "503", "no-ticket")
-"""What never counts against a node."""
+"""Faults that never count against a node."""
 
 
 @dataclasses.dataclass(frozen=True)

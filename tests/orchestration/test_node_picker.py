@@ -25,7 +25,7 @@ def failed(cluster: FakeCluster) -> FailedLegs:
 
 
 def told(pool: Pool, name: str, leg: Leg = Leg.DECODE) -> list[FailureEvidence]:
-    """What the pool was told of legs that failed on a node."""
+    """Evidence that the pool was told of legs that failed on a node."""
     return [failure.evidence for failure in pool._entries[name].records[leg].row.values()]
 
 

@@ -41,7 +41,7 @@ WAYS = st.sampled_from(["whole", "stream", "list", "forward"])
 
 @dataclasses.dataclass(frozen=True)
 class Doubts:
-    """What the pool was told of a node before: so many refused connections, and legs that went well."""
+    """Evidence that the pool was told of a node before: so many refused connections, and legs that went well."""
 
     refused: int
     good: int
@@ -180,7 +180,7 @@ async def test_the_only_node_of_a_role_is_left_to_its_health_check() -> None:
 IN_DOUBT = [fault for fault in Fault if LEG_BLAME[fault] is Blame.IN_DOUBT]
 HEALTHY = ("d0", "d1", "d2", "d3")
 HOSTILE = 0.05
-"""Of all requests."""
+"""The share of all requests that are hostile."""
 
 Poison = Callable[[random.Random, str], bool]
 """Whether a hostile request fails on this node."""

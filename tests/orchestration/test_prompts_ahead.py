@@ -29,7 +29,7 @@ class OneNode:
         self.begun: list[tuple[int, str]] = []
 
     async def known(self) -> None:
-        """It has computed prompts of all sizes: its speed is known."""
+        """The node has computed prompts of all sizes: its speed is known."""
         for _ in range(100):
             for tokens in (10, 100, 1000, 4000):
                 self._book.learn(Work.PREFILL, self._place, tokens, tokens / 1000)
@@ -79,7 +79,7 @@ class OneNode:
 
 
 def begun(scene: Callable[[OneNode], Awaitable[None]], reserve: float = 0.125) -> list[tuple[int, str]]:
-    """What a node was given when."""
+    """The prompts that a node was given, and when."""
 
     async def played() -> list[tuple[int, str]]:
         node = OneNode(reserve)

@@ -1,4 +1,4 @@
-"""What is told of a request from its record, at its end and once."""
+"""A record tells of its request at its end and once."""
 
 import msgspec
 

@@ -77,7 +77,7 @@ def seen(body: bytes) -> bytes:
 
 
 async def ask(cluster: FakeCluster, shape: str, **more: Any) -> bytes:
-    """What the client gets; everything is given back."""
+    """The client's answer; everything is given back."""
     endpoint, body = SHAPES[shape]
     got = await cluster.ask(endpoint, {**body, **more})
     assert got.status == 200
@@ -86,7 +86,7 @@ async def ask(cluster: FakeCluster, shape: str, **more: Any) -> bytes:
 
 
 async def uncut(shape: str, burst: int = 1, **more: Any) -> bytes:
-    """What the client gets of nodes that stay well, as `seen`; nothing is added for moves. It is asked for once."""
+    """The client's answer from nodes that stay well, as `seen`; nothing is added for moves. It is asked for once."""
     known, key = _known(), (shape, burst, repr(more))
     if key not in known:
         cluster = FakeCluster(1, 1, config=OrchestrationConfig(migrations=0), burst=burst)
@@ -96,12 +96,12 @@ async def uncut(shape: str, burst: int = 1, **more: Any) -> bytes:
 
 @cache
 def _known() -> dict[tuple[str, int, str], bytes]:
-    """What `uncut` has got so far."""
+    """The answers that `uncut` has got so far."""
     return {}
 
 
 async def broken(shape: str, *faults: InjectedFault | None, **options: Any) -> tuple[bytes, FakeCluster]:
-    """What the client gets where the first decode nodes have these faults, as `seen`; all can resume."""
+    """The client's answer where the first decode nodes have these faults, as `seen`; all can resume."""
     cluster = FakeCluster(**{"decodes": 3, "journaling": 3} | options)
     for node, fault in zip(cluster.decodes, faults, strict=False):
         node.fault = fault
@@ -473,7 +473,7 @@ async def test_a_finished_stream_is_not_handed_over(shape: str) -> None:
 
 
 async def test_usage_tells_of_the_node_that_began_the_stream() -> None:
-    """It recomputed the prompt, and had nothing of it cached."""
+    """The first node recomputed the prompt, and had nothing of it cached."""
     endpoint, body = SHAPES["usage"]
     for fault in (None, OVER):
         cluster = FakeCluster(journaling=2)

@@ -27,7 +27,7 @@ def traced(tracer: trace.Tracer) -> FakeCluster:
 
 
 async def spans_of_chat(fault: InjectedFault | None) -> Sequence[ReadableSpan]:
-    """Of one chat, in the order in which they ended."""
+    """The spans of one chat, in the order in which they ended."""
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")

@@ -1,4 +1,4 @@
-"""What the approximation tells of prompts that go on from earlier ones, by the forms in which clients send them."""
+"""The approximation's hits for prompts that go on from earlier ones, by the forms in which clients send them."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ async def test_a_message_is_not_resumed_where_a_shorter_one_ended() -> None:
 async def test_a_prefill_leg_ends_before_the_prompt_and_keeps_its_state_earlier(
     unit: int, prefill: Hit, decode: Hit | None
 ) -> None:
-    """Of 650 tokens a leg computes 640, and keeps the state after 624; the decode node keeps the one after 640."""
+    """A leg computes 640 of 650 tokens, and keeps the state after 624; the decode node keeps the one after 640."""
     clock = FakeClock()
     pool = Pool(clock)
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):

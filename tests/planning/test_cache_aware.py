@@ -387,7 +387,7 @@ THIRTY_SECONDS = NextTurn(30.0, 8000.0)
 
 @pytest.mark.parametrize(("stays", "chosen"), [(20.0, "p2"), (30.0, "p2"), (300.0, "p1")])
 def test_a_conversation_begins_where_its_next_turn_will_find_it(stays: float, chosen: str) -> None:
-    """What is cached of its beginning is not worth a place that evicts it before it comes back."""
+    """A cached beginning is not worth a place that evicts it before the conversation comes back."""
     made = make(*PAIRS, hits={"p1": (1280, 1280)}, stays={"p1": stays}, next_turn=THIRTY_SECONDS)
     assert names(made)[0] == chosen
 

@@ -1,4 +1,4 @@
-"""What prompts that were tokenized tell of those that begin with the same text. A token is a byte here."""
+"""Prompts that were tokenized tell of those that begin with the same text. A token is a byte here."""
 
 import hashlib
 from array import array
@@ -14,7 +14,7 @@ UNIT = 16
 SCHEME = HashScheme(HashAlgorithm.SHA256_CBOR, UNIT, UNIT, bytes(32))
 SYSTEM, FIRST, ANSWER, SECOND = b"be kind. " * 80, b"first question " * 9, b"an answer " * 9, b"second question " * 9
 ASK = b"<answer>"
-"""What the template puts at the end of a prompt."""
+"""The text that the template puts at the end of a prompt."""
 
 
 def hashes(rendered: bytes) -> HashesByScheme:

@@ -35,7 +35,7 @@ def make(
 
 
 def barred(*pairs: str) -> Bars:
-    """Of pairs such as "p1 d1", and of nodes such as "d1"."""
+    """Bars of pairs such as "p1 d1", and of nodes such as "d1"."""
     split = [tuple(pair.split()) for pair in pairs]
     return Bars({pair: "" for pair in split if len(pair) == 2}, {pair[0]: "" for pair in split if len(pair) == 1})
 

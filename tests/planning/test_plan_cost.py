@@ -1,4 +1,4 @@
-"""What a plan costs does not grow with the nodes, but for the interpreter's own loops; and it stays the same plan."""
+"""The cost of a plan does not grow with the nodes, but for the interpreter's own loops; and it stays the same plan."""
 
 import math
 import sys

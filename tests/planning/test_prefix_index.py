@@ -28,7 +28,7 @@ TOKENS = len(PROMPT) * UNIT + 1
 
 @dataclass
 class PlainCache:
-    """What a place said, and how vLLM looks a prompt up in that."""
+    """The events of a place, and how vLLM looks a prompt up in them."""
 
     kinds: dict[int, GroupKind] = field(default_factory=dict)
     copies: Counter[tuple[int, int]] = field(default_factory=Counter)

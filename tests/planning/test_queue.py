@@ -25,7 +25,7 @@ def queue_of(*entries: Queued) -> FairQueue[Queued]:
 
 
 def drained(queue: FairQueue[Queued], most: int = 10**6) -> list[Queued]:
-    """Those that go, in their order, at most so many."""
+    """The prompts that go, in their order, at most so many."""
     gone: list[Queued] = []
     while len(gone) < most and (head := queue.head(0.0)) is not None:
         queue.served(head)

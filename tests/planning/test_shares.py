@@ -1,4 +1,4 @@
-"""What runs of each key, and which of them run more than their shares."""
+"""Each key's running prompts, and which keys run more than their shares."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +14,7 @@ from pdproxy.planning.shares import (
 
 
 def shares_of(**weights: float) -> KeyShares:
-    """Of keys that all ask at second 0."""
+    """The shares of keys that all ask at second 0."""
     shares = KeyShares(LimitsByKey({key: KeyLimits(weight=weight) for key, weight in weights.items()}))
     for key in weights:
         shares.asked(key, 0.0)

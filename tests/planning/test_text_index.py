@@ -1,4 +1,4 @@
-"""What was sent where, as the planner's approximation of what is cached."""
+"""Prompts that were sent to places, as the planner's approximation of what is cached."""
 
 import time
 

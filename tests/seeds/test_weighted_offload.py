@@ -37,7 +37,7 @@ def with_memory(groups: Sequence[KVCacheSpec] = HYBRID, **extra: Any) -> Several
 
 
 def plan(node: Several) -> Any:
-    """What the planner orders in the last step."""
+    """The planner's orders in the last step."""
     return node.plans[-1].metadata[0]
 
 
@@ -63,7 +63,7 @@ def store(node: Several, tokens: Sequence[int], *, kept: slice = slice(None)) ->
 
 
 def test_a_prompt_is_cut_into_whole_units_and_the_rest_is_left() -> None:
-    """Of 100 tokens 96 are stored, in three units: six blocks of attention, and one state, at the last boundary."""
+    """96 of 100 tokens are stored, in three units: six blocks of attention, and one state, at the last boundary."""
     node = with_memory()
     assert sorted(store(node, TOKENS).values()) == [1, 6]
 
@@ -204,7 +204,7 @@ def test_a_stale_file_falls_back_to_computing(tmp_path: Path) -> None:
 
 
 def test_a_file_that_stays_broken_is_not_tried_for_ever(tmp_path: Path) -> None:
-    """It is there whenever it is looked for, and cannot be read."""
+    """The file is there whenever it is looked for, and cannot be read."""
     node = make_several([tier(tmp_path), pull()])
     shelve(tmp_path, TOKENS, 6)
     node.add("d", TOKENS)

@@ -17,13 +17,13 @@ MOST = 200
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """What the server offers."""
+    """The exchange that the server offers."""
     found: Exchange = scope["extensions"][EXCHANGE_EXTENSION]
     return found
 
 
 def sink_of(scope: Scope) -> Sink:
-    """Of a client whose HTTP has chunks."""
+    """The sink of a client whose HTTP has chunks."""
     sink = exchange_of(scope).sink
     assert sink is not None
     return sink

@@ -96,7 +96,7 @@ def valid(text: str) -> bool:
 
 @cache
 def _checker() -> jsonschema_rs.Validator:
-    """Of the schema, which takes a fifth of a second to make."""
+    """A validator of the schema, which takes a fifth of a second to make."""
     return jsonschema_rs.validator_for(schema())
 
 

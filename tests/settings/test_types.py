@@ -37,7 +37,7 @@ def section(kind: Any, bounds: FieldInfo) -> type[Section]:
 
 
 def converted(value: object, kind: Any, bounds: FieldInfo) -> object:
-    """What a value becomes. Raises ValidationError: it cannot be a value of the setting."""
+    """The value that a setting becomes. Raises ValidationError: it cannot be a value of the setting."""
     return section(kind, bounds).model_validate({"x": value}).model_dump()["x"]
 
 

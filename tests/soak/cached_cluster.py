@@ -47,9 +47,9 @@ TURN_SECONDS = 0.01
 REJOIN_SECONDS = 4.0
 """Between two nodes whose preflight is made again, about: what is known of them is forgotten."""
 MOST_CONVERSATIONS = 50
-"""That are remembered: fewer than there are."""
+"""Conversations that are remembered: fewer than there are."""
 ROOM = Capacity(1600, 4, 4, Binding.STATE)
-"""Of each decode node: a few conversations have room, so that others wait for it."""
+"""The capacity of each decode node: a few conversations have room, so that others wait for it."""
 HASHING = Hashing(SCHEME.algorithm, SCHEME.unit, SCHEME.block_size, SCHEME.root, states=True)
 
 
@@ -67,7 +67,7 @@ class CountingMetrics(Metrics):
 
 
 class CachedCluster(LoopbackCluster):
-    """It ends with an index that is right again, and can be emptied."""
+    """A cluster whose index is right again at the end, and can be emptied."""
 
     def __init__(
         self, fabric: FakeKvTransfer, nodes: dict[LoopbackNode, CachingNode], config: OrchestrationConfig

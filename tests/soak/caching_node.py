@@ -17,7 +17,7 @@ from tests.soak.event_cache import EventCache
 from tests.soak.faulty_publisher import FaultyPublisher, Lies
 
 MOST_BLOCKS = 600
-"""Of one node. All conversations together have more."""
+"""Blocks of one node. All conversations together have more."""
 LONG, HUGE = 20_000, 300_000
 """Token ids of a wrong answer: more than are hashed at once, and more than are looked up."""
 _NEVER = Script(0, JSON, (), FaultKind.HANG)

@@ -16,7 +16,7 @@ OTHER_RANK, OTHER_GROUP = 7, 9
 
 
 class EventFault(enum.Enum):
-    """What becomes of a batch."""
+    """The fate of a batch."""
 
     NONE = enum.auto()
     LOST = enum.auto()
@@ -24,12 +24,12 @@ class EventFault(enum.Enum):
     GONE = enum.auto()
     """No replay brings it."""
     DELAYED = enum.auto()
-    """It comes by seconds too late, when a replay may have brought it."""
+    """The batch comes by seconds too late, when a replay may have brought it."""
     HELD = enum.auto()
-    """It and all that follow it come by seconds too late."""
+    """The batch and all that follow it come by seconds too late."""
     TWICE = enum.auto()
     SWAPPED = enum.auto()
-    """It comes after the next one."""
+    """The batch comes after the next one."""
     LIE = enum.auto()
     """The batch says more than happened."""
     JUNK = enum.auto()
@@ -92,7 +92,7 @@ class Lies:
         return [] if cached is None else [removed(cached[1], group=cached[0])]
 
     def _odd(self) -> list[Event]:
-        """Of another group, kind or block size; hashes of other forms; everything cleared; types nobody knows."""
+        """Events of another group, kind or block size; hashes of other forms; everything cleared; unknown types."""
         hashes = self._elsewhere()
         return self._dice.choice(
             (

@@ -28,7 +28,7 @@ POISONS = (
 """How a request that a healthy node cannot serve ends there, and at every other node as well."""
 _MARK = re.compile(rb"poison:(\w+):(-?\d+)")
 UNREADABLE = (TypeError, ValueError, AttributeError, KeyError, OverflowError, RecursionError)
-"""What the fake raises for values that vLLM's validation refuses."""
+"""Errors that the fake raises for values that vLLM's validation refuses."""
 CLOSES, LONGEST_IDLE, NEVER = 0.2, 0.005, 3600.0
 """The part of answers after which the connection closes, and the seconds within which it then does."""
 
@@ -117,7 +117,7 @@ class Trouble:
         self.since[name] = now
 
     def end(self, name: str, now: float) -> None:
-        """It serves again."""
+        """The node serves again."""
         del self.since[name]
         self.ended[name] = now
 

@@ -49,7 +49,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclasses.dataclass(slots=True)
 class Seen:
-    """What came of the run.
+    """The results of the run.
 
     Attributes:
         honest: how honest requests ended: "complete", or a description of what went wrong.

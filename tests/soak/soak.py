@@ -60,12 +60,12 @@ OF_A_REQUEST = frozenset({UpstreamRequest, Relay, FanOut, SubRequest})
 OF_A_LOOK_UP = frozenset({"_Prompt", "_Asked"})
 """Names of types of which the prefix sources keep some for a while."""
 SMALL = Capacity(150, 4, 1, Binding.ATTENTION)
-"""Of each decode node: two or three requests have room, so that others wait for it."""
+"""The capacity of each decode node: two or three requests have room, so that others wait for it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of which cluster.
+    """The requests, and the cluster that they go to.
 
     Attributes:
         trouble: what happens to its nodes meanwhile, until cancelled.
@@ -77,7 +77,7 @@ class Load:
 
 
 class Scenario(enum.Enum):
-    """What goes wrong besides nodes that die."""
+    """The troubles besides nodes that die."""
 
     NODES = "nodes"
     """Nothing: short prompts, planned by load. Two of three decode nodes write journals."""

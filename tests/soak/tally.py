@@ -1,4 +1,4 @@
-"""What a soak counts."""
+"""Counts of a soak."""
 
 import dataclasses
 from collections import Counter
@@ -8,14 +8,14 @@ from prometheus_client import CollectorRegistry
 
 @dataclasses.dataclass(slots=True)
 class Tally:
-    """What came of the requests: complete, broken (cleanly), refused (cleanly), left."""
+    """The ends of requests: complete, broken (cleanly), refused (cleanly), left."""
 
     ended: Counter[str] = dataclasses.field(default_factory=Counter)
     kills: int = 0
     pauses: int = 0
     """How often a node's engine stood still for a while."""
     registry: CollectorRegistry = dataclasses.field(default_factory=CollectorRegistry, repr=False)
-    """What the proxy counted."""
+    """The proxy's own counts."""
     objects: list[int] = dataclasses.field(default_factory=list)
     """Blocks of memory that Python's objects had, at equal distances of time."""
     resident: list[float] = dataclasses.field(default_factory=list)

@@ -45,7 +45,7 @@ def check(seen: Seen) -> None:
 
 
 def show(seen: Seen) -> None:
-    """What happened, in figures."""
+    """Show the run in figures."""
     print(f"honest: {dict(seen.honest)}\nhostile: {dict(seen.hostile)}\naccused: {seen.accused}")
     print(f"{seen.kills} kills, {seen.freezes} freezes, {seen.cuts} cuts")
     step = max(1, len(seen.resident) // 20)

@@ -55,7 +55,7 @@ async def test_long_soak(scenario: Scenario) -> None:
 
 
 def blocks_of_memory() -> int:
-    """Those that Python's objects have."""
+    """The blocks that Python's objects have."""
     gc.collect()
     return sys.getallocatedblocks()
 
@@ -67,7 +67,7 @@ def swollen(tally: Tally) -> float:
 
 
 def show(scenario: Scenario, tally: Tally) -> None:
-    """What happened, in figures."""
+    """Show the run in figures."""
     print(f"{scenario.value}: {dict(tally.ended)}, {tally.kills} kills, {tally.pauses} pauses")
     shown = ["pdproxy_silence_probes_total", "pdproxy_stream_stall_seconds_count"]
     if scenario is Scenario.EVENTS:

@@ -1,4 +1,4 @@
-"""What happens to the nodes of a soak, until it is cancelled."""
+"""Troubles of the nodes of a soak, until it is cancelled."""
 
 import asyncio
 import random

@@ -61,7 +61,7 @@ def events(raw: bytes) -> list[Event]:
 
 
 def heard(raw: bytes) -> tuple[str, str | None, dict[str, object] | None, set[str]]:
-    """What a client makes of a stream: text, finish reason, usage, and the answer's ids."""
+    """A stream as a client reads it: text, finish reason, usage, and the answer's ids."""
     text, finish, usage, names = "", None, None, set()
     for event in events(raw):
         if event.data is None or event.data == b"[DONE]":

@@ -1,4 +1,4 @@
-"""What is kept of the records of a stream."""
+"""The kept records of a stream."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a client sees of a stream, and of one that was asked for anew."""
+"""A client's view of a stream, and of one that was asked for anew."""
 
 import json
 

@@ -63,7 +63,7 @@ INTERIM = st.lists(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server says to one request.
+    """A server's answer to one request.
 
     Attributes:
         pieces: its bytes, as they are sent.

@@ -127,7 +127,7 @@ def test_a_stream_may_be_longer_than_the_bound_on_heads() -> None:
 
 
 def test_an_unsupported_transfer_coding_is_named() -> None:
-    """What it covers would be passed on as if it were plain."""
+    """The encoded bytes would be passed on as if they were plain."""
     with pytest.raises(ProtocolError, match="transfer coding 'gzip, chunked'"):
         ResponseParser().feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n")
 

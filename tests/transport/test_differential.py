@@ -96,7 +96,7 @@ STEPS = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Read:
-    """What a client made of an answer: ``error`` is "" where it was one."""
+    """A client's reading of an answer: ``error`` is "" where it was one."""
 
     status: int = 0
     headers: Headers = ()
@@ -198,7 +198,7 @@ Ask = Callable[[str, str], Awaitable[Read]]
 
 
 async def in_turn(plays: Sequence[Answer], methods: Sequence[str], ask: Ask) -> list[Read]:
-    """What a client makes of each answer."""
+    """A client's reading of each answer."""
     found = []
     async with asyncio.timeout(GENEROUS), AnswerServer(plays) as server:
         for at, method in enumerate(methods):

@@ -58,7 +58,7 @@ class Taken:
         return self.piped % self._most != 0
 
     async def rest(self, response: HttpResponse) -> None:
-        """What comes after the first piece, to the end: by itself, and by reading in between."""
+        """The bytes after the first piece, to the end: by itself, and by reading in between."""
         await response.pipe_to(self)
         async for piece in response:
             self.pieces.append(piece)

@@ -31,7 +31,7 @@ OTHERWISE = frozenset(
 
 
 def cases() -> dict[str, Case]:
-    """Those of the other transport that want nothing but a transport."""
+    """Tests of the other transport that want nothing but a transport."""
     files = (test_http_answers, test_http_faults, test_http_leaving, test_http_size)
     found = (pair for file in files for pair in inspect.getmembers(file, inspect.iscoroutinefunction))
     return {

@@ -49,7 +49,7 @@ FILES = (
     "test_tp_mapping",
     "test_transfer_topology_sharded",
 )
-"""Of the version in front of us; the folder's other files are about other connectors."""
+"""Tests of the version in front of us; the folder's other files are about other connectors."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -84,7 +84,7 @@ ENVIRONMENT = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a test; `why`: the error, cut."""
+    """The end of a test; `why`: the error, cut."""
 
     result: str
     why: str

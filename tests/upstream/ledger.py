@@ -22,7 +22,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one run. `new`: failures without a reason. `mended`: with a reason, and passed. `gone`: no longer there."""
+    """The verdict on a run. `new`: failures without a reason. `mended`: with one, and passed. `gone`: not there."""
 
     passed: int
     skipped: int

@@ -41,7 +41,7 @@ def _unpacked(version: str, scratch: Path) -> Path:
 
 
 def _keep(tree: Path, folder: Path) -> None:
-    """Of vLLM's package only the installed one may be found: what is copied is the tests alone."""
+    """Only the tests are copied: of vLLM's package only the installed one may be found."""
     half = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(half, ignore_errors=True)
     for name in KEPT:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 STARTS = "RemoteOpenAIServer("
-"""What a test or a fixture says that starts a server."""
+"""The text by which a test or a fixture that starts a server is known."""
 
 
 class Outcomes:

@@ -1,4 +1,4 @@
-"""What vLLM's tests want of a machine and need not have: model configurations from a hub, and Ray.
+"""Stand-ins for what vLLM's tests want of a machine and need not have: model configurations from a hub, and Ray.
 
 The tests read the configuration of a model and never its weights. A folder of the model's name below the working
 directory is a model to vLLM, so that nothing is fetched. Ray is imported at the head of a file and used by a test that

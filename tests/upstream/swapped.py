@@ -195,7 +195,7 @@ def settings(vllm_config: Any) -> ConnectorConfig:
 
 
 def _quiet(transfer: Any) -> ConnectorConfig:
-    """Of either role; without a progress delay of ours, for which the tests' agent would be replaced by a real one."""
+    """A configuration of both roles, without a progress delay, which would replace the tests' agent by a real one."""
     return dataclasses.replace(from_vllm(transfer, os.environ), role=Role.BOTH, progress_delay=0.0)
 
 
@@ -207,7 +207,7 @@ def _recomputing(vllm_config: Any) -> Any:
 
 
 def _late(made: Any, name: str, side: type[Any], stock: type[Any]) -> Any:
-    """What the constructor of `side` sets under `name` beside what that of `stock` does."""
+    """The value that the constructor of `side` sets under `name` beside what that of `stock` does."""
     if name in vars(made).setdefault("_asked_late", set()):
         raise AttributeError(name)
     made._asked_late.add(name)

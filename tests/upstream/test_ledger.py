@@ -1,4 +1,4 @@
-"""What a run of vLLM's tests is held against."""
+"""The ledger that a run of vLLM's tests is held against."""
 
 from pathlib import Path
 

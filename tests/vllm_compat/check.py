@@ -26,7 +26,7 @@ class Kind(StrEnum):
 
 
 FOUND = (Kind.IMPORT, Kind.OVERRIDE, Kind.USE, Kind.READ)
-"""Those that are found in the connector's source."""
+"""The kinds that are found in the connector's source."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -79,7 +79,7 @@ def wanted(found: Touches, unseen: Mapping[str, Mapping[str, str]]) -> frozenset
 
 
 def seams(found: Touches, shapes: Iterable[Shape]) -> frozenset[Seam]:
-    """Those in the source that one of the versions has; our own additions to vLLM's classes are none."""
+    """The seams in the source that one of the versions has; our own additions to vLLM's classes are none."""
     known = tuple(shapes)
 
     def theirs(touch: Touch) -> bool:

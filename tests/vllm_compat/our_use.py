@@ -1,4 +1,4 @@
-"""What this package names of vLLM, read out of its own source."""
+"""vLLM's names in this package, read out of its own source."""
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +49,7 @@ class Touches:
 
 
 def touches(folder: Path) -> dict[str, Touches]:
-    """What each module in `folder` and below touches, by its name without the folder's."""
+    """The names that each module in `folder` and below touches, by its name without the folder's."""
     found = {}
     for path in sorted(folder.rglob("*.py")):
         file = _File(ast.parse(path.read_text(encoding="utf-8")))

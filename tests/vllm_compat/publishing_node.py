@@ -124,7 +124,7 @@ class Engine:
         self._said.append((None, [*prompt, *request.output_token_ids]))
 
     def next_prompt(self) -> Prompt:
-        """Of a new conversation, or the next turn of an old one."""
+        """A prompt of a new conversation, or the next turn of an old one."""
         salt, so_far = self._random.choice(self._said[-6:])
         if self._random.random() < 0.4:
             salt, so_far = self._random.choice((None, None, None, "a", "b")), self._random.choice(self._systems)
@@ -145,7 +145,7 @@ class Engine:
         yield "other", tokens
 
     def finds(self, salt: str | None, prompt: list[int]) -> Hit:
-        """What vLLM counts as its own: for a request with a ticket, and for one without."""
+        """Tokens that vLLM counts as its own: for a request with a ticket, and for one without."""
         request = self._request(salt, prompt)
         return Hit(
             attention=self.manager.get_computed_blocks_for_connector(request)[1],
@@ -164,7 +164,7 @@ class Engine:
 
 
 def use_eagle(scheduler: Any) -> None:
-    """What vLLM sets for a model that drafts with EAGLE or MTP, where no cache group is marked as the draft's."""
+    """Have a scheduler draft with EAGLE or MTP as vLLM has, where no cache group is marked as the draft's."""
     coordinator = scheduler.kv_cache_manager.coordinator
     managers = coordinator.single_type_managers
     coordinator.eagle_group_ids = set(range(len(managers)))

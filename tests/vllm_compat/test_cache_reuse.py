@@ -1,4 +1,4 @@
-"""What operators are told of the shortest prefixes that are hit, against vLLM's own scheduler."""
+"""The shortest prefixes that are hit, as operators are told, against vLLM's own scheduler."""
 
 import dataclasses
 import itertools

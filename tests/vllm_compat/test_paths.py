@@ -45,7 +45,7 @@ def _is_router(value: ast.expr) -> bool:
 pytestmark = pytest.mark.together("vLLM's source")
 
 OWN_ANSWERS = {"/v1/models", "/health", "/ready", "/metrics", routes.OPENAPI}
-"""What the proxy answers itself."""
+"""Paths that the proxy answers itself."""
 REACHED = {*routes.GENERATING, *routes.FORWARDED, *OWN_ANSWERS}
 
 

@@ -61,7 +61,7 @@ def test_two_engines_with_other_groups_in_one_index() -> None:
 
 @pytest.mark.parametrize("name", ["hybrid", "hybrid, unit", "attention"])
 def test_a_decode_node_that_reads_what_others_computed(name: str) -> None:
-    """It publishes no event of its state groups unless hand-overs end at a boundary of `--prefix-match-unit`."""
+    """A node publishes no event of its state groups unless hand-overs end at a boundary of `--prefix-match-unit`."""
     model = MODELS[name]
     unit = model.unit if model.unit != BLOCK else None
     prefill = make_node(groups=model.groups, unit=unit, num_blocks=4000)
@@ -76,7 +76,7 @@ def test_a_decode_node_that_reads_what_others_computed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["hybrid", "hybrid, EAGLE", "hybrid, unit, many groups"])
 def test_after_a_gap_it_never_says_more_than_there_is(name: str) -> None:
-    """What was cached before counts when it is published again; its removal takes nothing else along."""
+    """Blocks that were cached before count when they are published again; their removal takes nothing else along."""
     model = MODELS[name]
     engine, hasher, hits = Engine(model, PrefixIndex(model.scheme), seed=8), PromptHasher(model.scheme), 0
     for turn in range(TURNS):
@@ -110,7 +110,7 @@ def test_what_is_expected_of_a_prompt_is_what_comes(name: str) -> None:
 @pytest.mark.parametrize("name", ["attention", "hybrid, unit"])
 @pytest.mark.parametrize("tokens", [65, 66, 68, 69])
 def test_what_a_prefill_leg_leaves_for_a_longer_prompt_is_where_the_leg_ended(name: str, tokens: int) -> None:
-    """Of 69 tokens a leg of a hybrid model computes 68 in units of 4, and keeps the state after 64."""
+    """A leg of a hybrid model computes 68 of 69 tokens in units of 4, and keeps the state after 64."""
     model = MODELS[name]
     states = 1 if len(model.groups) > 1 else None
     unit = model.unit if states else 0

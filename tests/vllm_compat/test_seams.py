@@ -1,4 +1,4 @@
-"""What the connector uses of vLLM is there, and the same, in every version that it is tested with."""
+"""The names of vLLM that the connector uses are there, and the same, in every version that it is tested with."""
 
 import zipfile
 from dataclasses import replace

@@ -49,7 +49,7 @@ def serve(node: Node, name: str, prompt: list[int]) -> None:
 
 
 def finds(node: Node, prompt: list[int]) -> Hit:
-    """What vLLM counts as cached: for a request with a ticket, and for one without."""
+    """Tokens that vLLM counts as cached: for a request with a ticket, and for one without."""
     manager = node.scheduler.kv_cache_manager
     request = Request("look", prompt, SamplingParams(max_tokens=1), None, block_hasher=node.hasher)
     return Hit(manager.get_computed_blocks_for_connector(request)[1], manager.get_computed_blocks(request)[1])

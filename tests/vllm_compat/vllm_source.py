@@ -53,7 +53,7 @@ class Shape:
     names: dict[str, str]
 
     def member(self, owner: str, chain: tuple[str, ...]) -> Member | None:
-        """What `chain` leads to from `owner`; as far as classes are known, then anything."""
+        """The member that `chain` leads to from `owner`; as far as classes are known, then anything."""
         found: Member | None = Member(leads_to=owner)
         for name in chain:
             if found is None or found.leads_to not in self.classes:
@@ -62,7 +62,7 @@ class Shape:
         return found
 
     def constructor(self, owner: str) -> str:
-        """What a class takes: the signature of its constructor, or else all that it declares besides methods."""
+        """The parameters of a class: the signature of its constructor, or else all that it declares besides methods."""
         members = self.classes[owner]
         if "__init__" in members:
             return members["__init__"].text

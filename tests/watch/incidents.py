@@ -70,7 +70,7 @@ class Fleet:
         await self.clients.post("/v1/completions", json=body)
 
     async def state(self) -> dict[str, Any]:
-        """What the page is made of."""
+        """The state that the page shows."""
         found: dict[str, Any] = (await self.operator.get("/ui/state")).json()
         return found
 
@@ -114,7 +114,7 @@ class Incident:
         await fleet.is_down("decode-0")
 
     async def end(self, fleet: Fleet) -> None:
-        """What clients wait for comes to pass, so that their last requests end."""
+        """End the faults that clients wait for, so that their last requests end."""
 
 
 class PrefillKilled(Incident):

@@ -41,7 +41,7 @@ SCRAPES = 15
 
 @dataclasses.dataclass(slots=True)
 class Observed:
-    """What operators could see during the run.
+    """Everything that operators could see during the run.
 
     Attributes:
         scrapes: the `/metrics` pages, a tenth of a second apart.
@@ -156,7 +156,7 @@ LOST = r"(health: (reset|cannot be reached: 127\.0\.0\.1:\d+: connection refused
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Observed:
-    """What operators could see, in one run."""
+    """Everything that operators could see, in one run."""
     return asyncio.run(observe(tmp_path_factory.mktemp("watch")))
 
 

@@ -1,4 +1,4 @@
-"""What guidellm is told, and what is read of a report that it wrote (0.8.1, three requests to one engine; cut down)."""
+"""Arguments of guidellm, and the figures in a report that it wrote (0.8.1, three requests to one engine; cut down)."""
 
 import copy
 import json

@@ -45,7 +45,7 @@ class Server(ThreadingHTTPServer):
 
 
 def recited(prompt: str) -> list[str]:
-    """What the model says: the lines from the one that is asked for on, the first one without its name."""
+    """The model's answer: the lines from the one that is asked for on, the first one without its name."""
     *lines, asked = prompt.split("\n")
     name = asked.split()[1]
     start = next(at for at, line in enumerate(lines) if line.startswith(f"{name} "))

@@ -1,4 +1,4 @@
-"""What real engines are asked as nodes of other roles, and the ratios that come of it."""
+"""Real engines as nodes of other roles: what they are asked, and the ratios that come of it."""
 
 import httpx
 import pytest

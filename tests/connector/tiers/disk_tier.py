@@ -112,7 +112,7 @@ class DiskTier(KVConnectorBase_V1, SupportsHMA):
                 yield new.req_id, new.prompt_token_ids, end
 
     def _stored(self, ids: Ids, end: int) -> Ids:
-        """Of a request's blocks those that a file of `end` tokens holds."""
+        """The blocks of a request that a file of `end` tokens holds."""
         last = end // self.unit
         return tuple(
             group[last - 1 : last] if self._is_state(number) else group[:last] for number, group in enumerate(ids)

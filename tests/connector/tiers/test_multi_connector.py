@@ -95,7 +95,7 @@ def test_a_ticket_counts_the_state_that_it_brings(node: Several, prefill: Node, 
 
 @pytest.mark.parametrize("with_ticket", [True, False])
 def test_a_tier_that_wins_starts_where_all_groups_agree(prefill: Node, tmp_path: Path, with_ticket: bool) -> None:
-    """It cannot complete a hit of attention alone, so the request is looked up again, in the shared way."""
+    """The tier cannot complete a hit of attention alone, so the request is looked up again, in the shared way."""
     node = make_several([pull(), tier(tmp_path, load_weight=9)])
     cached(node, prefill, TOKENS[: 6 * BLOCK + 3])
     shelve(tmp_path, TOKENS, 10)

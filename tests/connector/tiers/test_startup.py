@@ -1,4 +1,4 @@
-"""What a node refuses to start with, through vLLM's own factory."""
+"""Configurations with which a node refuses to start, through vLLM's own factory."""
 
 import logging
 from collections.abc import Sequence

@@ -34,7 +34,7 @@ DOCUMENTED = Path(__file__).parents[3] / "docs" / "tiers.md"
 
 
 def wire(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """What arrives in the API server's process."""
+    """The stats as they arrive in the API server's process."""
     return dict(msgspec.msgpack.decode(msgspec.msgpack.encode(payload)))
 
 

@@ -1,4 +1,4 @@
-"""What the environment is made of, when it counts as made, and how a failure is reported."""
+"""The environment: its parts, when it counts as made, and how a failure is reported."""
 
 import sys
 from pathlib import Path

@@ -25,7 +25,7 @@ DOWN_WITHIN_S = 90.0
 MARK = "PDPROXY_TEST_RUN"
 ENGINE = "deploy.local.server"
 OF_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ONCE"}
-"""What a `make` that runs this test hands down, and another one is not to take up."""
+"""Variables that a `make` which runs this test hands down, and another one is not to take up."""
 CORE = "VLLM::EngineCore"
 DEMO = [sys.executable, "-m", "deploy.local.demo"]
 

@@ -41,7 +41,7 @@ def declared(project: Mapping[str, Any]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def present() -> Installed:
-    """What is installed here."""
+    """The installed distributions."""
     return installed()
 
 
@@ -57,7 +57,7 @@ def pins(lock: str) -> set[str]:
 
 
 def distribution(folder: Path, name: str, *needs: str) -> Distribution:
-    """What pip leaves behind of a distribution with these needs."""
+    """The files that pip leaves behind of a distribution with these needs."""
     folder = folder / f"{name}-1.dist-info"
     folder.mkdir()
     fields = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1", *(f"Requires-Dist: {need}" for need in needs)]
@@ -82,7 +82,7 @@ def test_the_proxys_lock_has_what_traces_are_made_with_and_no_grpc(locks: dict[s
 
 
 def test_the_proxys_lock_is_complete(present: Installed, locks: dict[str, set[str]]) -> None:
-    """It is installed with --no-deps: what is missing in it is missing in the image."""
+    """The lock is installed with --no-deps: what is missing in it is missing in the image."""
     names = pins("proxy")
     assert names == locks["proxy"]
     wanted = {name: {need for need, _ in needs(present[name], ())} for name in names}

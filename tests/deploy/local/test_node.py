@@ -83,7 +83,7 @@ def test_data_parallel_ranks_are_asked_for_and_stay_one_process_each() -> None:
 
 
 def test_the_mamba_cache_mode_is_left_to_vllm() -> None:
-    """It would die of its first request; for the others vLLM knows."""
+    """The node would die of its first request; for the others vLLM knows."""
     assert "--mamba-cache-mode" not in command(NodeSpec("n", Role.DECODE, 8000, 9000))
 
 

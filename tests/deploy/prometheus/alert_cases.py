@@ -504,7 +504,7 @@ def _asked(number: int, case: Case) -> list[dict[str, Any]]:
 
 
 def firing(release: str, at: str, alerts: Iterable[Mapping[str, str]] = ()) -> dict[str, Any]:
-    """What promtool should find firing for a release, by a regular expression of its name."""
+    """Alerts that promtool should find firing for a release, by a regular expression of its name."""
     samples = [{"labels": series_of("ALERTS", {"alertstate": "firing", **labels}), "value": 1} for labels in alerts]
     return {"eval_time": at, "expr": f'ALERTS{{alertstate="firing",release=~"{release}"}}', "exp_samples": samples}
 

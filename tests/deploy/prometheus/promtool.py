@@ -29,7 +29,7 @@ def promtool(*arguments: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What was scraped, as ``input_series`` of a promtool test; ``interval`` is in seconds."""
+    """Scraped samples, as ``input_series`` of a promtool test; ``interval`` is in seconds."""
 
     interval: float
     series: list[dict[str, str]]

@@ -1,4 +1,4 @@
-"""What a PromQL query reads, found by regular expressions: the tests need no more of the language."""
+"""Series that a PromQL query reads, found by regular expressions: the tests need no more of the language."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ class Selector:
     matchers: tuple[Matcher, ...]
 
     def of(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Those of the samples that it selects."""
+        """The samples that it selects."""
         return [
             sample
             for sample in samples

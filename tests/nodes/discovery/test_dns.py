@@ -91,7 +91,7 @@ def configuration(tmp_path: Path) -> Path:
 async def services(
     configuration: Path, answers: Answers, name: str = NAME, timeout: float = 60
 ) -> tuple[tuple[str, int], ...]:
-    """What the resolver makes of these answers."""
+    """The resolver's result of these answers."""
     async with NameServer(answers) as server:
         return await SystemResolver(str(configuration), server.port, timeout).services(name)
 
@@ -168,7 +168,7 @@ async def test_a_server_that_fails_is_named(configuration: Path) -> None:
 async def test_what_answers_nothing_is_waited_out_and_said_in_the_same_words_each_time(
     configuration: Path, answers: Answers
 ) -> None:
-    """It may be forged. The message is always the same, or it would be logged at every look-up."""
+    """The answer may be forged. The message is always the same, or it would be logged at every look-up."""
     with pytest.raises(DiscoveryError, match=r"^no name server answered within 0\.2 s$"):
         await services(configuration, answers, timeout=0.2)
 

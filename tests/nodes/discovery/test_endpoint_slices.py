@@ -1,4 +1,4 @@
-"""What a list and a watch say together, without I/O."""
+"""A list and a watch together, without I/O."""
 
 from typing import Any, cast
 
