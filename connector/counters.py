@@ -238,7 +238,7 @@ class Counters:
         self._add("path_probes", (outcome,), 1)
 
     def barred_peers(self, number: int) -> None:
-        """So many prefill engines are barred now, and have sent tickets within the last minute."""
+        """Note how many prefill engines are barred now and have sent tickets within the last minute."""
         with self._lock:
             self._gauges["barred_peers", ()] = number
 
@@ -276,7 +276,7 @@ class Counters:
         self._add("key_file_changes", (outcome,), 1)
 
     def keep_begun(self, tokens: int) -> None:
-        """So many tokens are kept for a conversation's next turn."""
+        """A keep for a conversation's next turn begins, of so many tokens."""
         self._add("keeps_begun", (), 1)
         self._add("keep_tokens", ("kept",), tokens)
 
@@ -290,7 +290,7 @@ class Counters:
         self._add("keep_tokens", ("hit",), hit)
 
     def keeps(self, number: int, *, blocks: int) -> None:
-        """So many keeps there are now, of so many different blocks."""
+        """Note how many keeps there are now, and of how many different blocks."""
         with self._lock:
             self._gauges["keeps", ()] = number
             self._gauges["keep_blocks", ()] = blocks

@@ -30,7 +30,7 @@ FAILURES = ("abort", "error")
 
 
 class StreamRefusedError(Exception):
-    """There will be no stream; `status` and `kind` of the answer, and why."""
+    """The request gets no stream; `status` and `kind` of the answer, and why."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)

@@ -272,7 +272,7 @@ def group_shapes(kv_cache_config: KVCacheConfig) -> tuple[GroupShape, ...]:
 def count_blocks(
     shapes: Sequence[GroupShape], allocated: Sequence[Sequence[Any]], to_pull: Sequence[Sequence[int]]
 ) -> dict[Group, tuple[int, int]]:
-    """By kind of group: blocks (hit, pulled), that the prefix cache had already, and that a read fills.
+    """Blocks (hit, pulled) by kind of group: those in the prefix cache already, and those that a read fills.
 
     `allocated`: vLLM's blocks, and `to_pull`: block ids, for each of `shapes`.
     """

@@ -247,7 +247,7 @@ class TicketReturns:
         self._open[ticket.nonce] = _Return(ticket, now, now)
 
     def overdue(self, now: float) -> list[TicketReturn]:
-        """Those whose node was silent for too long, and the oldest of too many; they are over."""
+        """Tickets whose node was silent for too long, and the oldest of too many; they are over."""
         excess = len(self._open) - MOST_RETURNS
         late = [
             each.ticket

@@ -150,7 +150,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _own_templates(source: TokenizerSource) -> dict[str, str]:
-    """By name, as transformers reads them: files of their own before those in the tokenizer's settings."""
+    """Chat templates by name, as transformers reads them: their own files before those in the tokenizer's settings."""
     try:
         return dict(_found_templates(source.folder()))
     except (OSError, ValueError):

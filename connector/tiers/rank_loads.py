@@ -97,7 +97,7 @@ class RankLoads:
         return bool(self._given_up) and not self._loads
 
     def give_up(self, overdue: Iterable[str]) -> set[str]:
-        """Those of these requests whose load still runs here. From now on they have failed."""
+        """Give up these loads. Returns the requests whose load still runs here: from now on they have failed."""
         late = {request_id: self._loads.pop(request_id) for request_id in set(overdue) & self._loads.keys()}
         self._given_up |= late
         self._stalled |= late.keys()
@@ -105,7 +105,7 @@ class RankLoads:
         return set(late)
 
     def pop_given_up(self, finished: Iterable[str]) -> set[str]:
-        """Those of these loads that were given up: vLLM has their failure already."""
+        """Forget the loads among these that were given up, and return them: vLLM has their failure already."""
         late = self._given_up.keys() & set(finished)
         for request_id in late:
             del self._given_up[request_id]
@@ -119,7 +119,7 @@ class RankLoads:
         return stalled, drained
 
     def blocks_of_given_up(self, blocks: Collection[int]) -> set[int]:
-        """Those of these blocks into which a given-up load writes."""
+        """The blocks among these into which a given-up load writes."""
         return {block for block in blocks if any(load.touches({block}) for load in self._given_up.values())}
 
     def finish(self, finished: Iterable[str]) -> set[str]:

@@ -131,7 +131,7 @@ def node_routes(context: AdminContext) -> APIRouter:
 
 
 def _change_routes(routes: APIRouter, context: AdminContext, shown: Callable[[str], Status]) -> None:
-    """Those that change something; ``shown``: a node as it stands then."""
+    """Add the routes that change something; ``shown``: the status of a node."""
     pool = context.pool
 
     def drained(name: str, seconds: float | None, after: AfterDrain) -> Status:

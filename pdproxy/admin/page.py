@@ -17,14 +17,13 @@ from pdproxy.admin.next_step import next_step
 from pdproxy.admin.nodes import status
 from pdproxy.admin.seen import Seen
 from pdproxy.nodes.node import PoolState
+from pdproxy.observe.gen_ai import LONGEST_MODEL
 from pdproxy.observe.labels import Phase
 from pdproxy.orchestration.in_flight import LegFailure
 from pdproxy.orchestration.request_record import AnswerRecord
 
 SHOWN = 50
 """Requests in flight that are shown one by one; all are counted."""
-_LONGEST_MODEL = 200
-"""Characters of a model's name that are shown: a client can send any."""
 _BARS = (Phase.PLAN, Phase.PREFILL, Phase.HANDOVER, Phase.DECODE)
 
 
@@ -105,7 +104,7 @@ def _request(each: AnswerRecord) -> Mapping[str, object]:
     return {
         "id": each.name,
         "endpoint": each.path,
-        "model": each.model[:_LONGEST_MODEL],
+        "model": each.model[:LONGEST_MODEL],
         "prefill": first.nodes.get(Phase.PREFILL, ""),
         "decode": first.nodes.get(Phase.HANDOVER, ""),
         "phase": first.phase,
@@ -114,7 +113,7 @@ def _request(each: AnswerRecord) -> Mapping[str, object]:
 
 
 def _seconds(each: AnswerRecord) -> Mapping[str, float]:
-    """By phase; what came before is part of the wait."""
+    """Seconds in each phase; the time before the plan is part of the wait."""
     spent = {phase: each.first.so_far(phase) for phase in (*_BARS, Phase.QUEUE)}
     spent[Phase.QUEUE] += each.first.began - each.request.arrived
     return {phase.value: round(seconds, 4) for phase, seconds in spent.items()}

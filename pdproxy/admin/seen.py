@@ -53,7 +53,7 @@ class Seen:
         return [end for end in self.recent.bad if self.now - end.at <= WINDOW]
 
     def requests(self) -> int:
-        """Those that ended in the last `WINDOW`, however. Counts are those of whole minutes."""
+        """Requests that ended in the last `WINDOW`, well or not. They are counted by whole minutes."""
         return max(self.recent.counts(self.now - WINDOW).total(), len(self.bad()))
 
     def ended(self, outcome: Outcome) -> int:

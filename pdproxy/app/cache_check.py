@@ -20,7 +20,7 @@ _TIMEOUTS = Timeouts(connect=5.0, headers=10.0, stall=10.0, whole=20.0)
 
 
 async def look_for_events(transport: Transport, headers: Headers, nodes: Sequence[Node]) -> Mapping[str, EventsSeen]:
-    """By a node's name, whether its KV events could be read from here. ``headers``: of the requests to nodes."""
+    """Whether KV events can be read from here, by the node's name. ``headers``: of the requests to nodes."""
     seen = await asyncio.gather(*(_look(transport, headers, node) for node in nodes))
     return {node.name: found for node, found in zip(nodes, seen, strict=True)}
 

@@ -50,7 +50,7 @@ class FailureEvidence(enum.Enum):
 
 
 class LegOrigin(NamedTuple):
-    """Whose leg it was.
+    """The request that a leg is of, and its client.
 
     Attributes:
         request: its id; all legs and prompts of a client's request have one.

@@ -52,8 +52,8 @@ SAMPLING: Mapping[str, tuple[str, type[int] | type[float]]] = MappingProxyType(
 """Fields of a body with their attributes. Stop sequences are left out: they are a client's text, as its prompt is."""
 _LARGEST = 2**63
 """OTLP's integers have 64 bits: a larger one would keep its whole batch of spans from being exported."""
-_LONGEST_MODEL = 200
-"""Characters of a model's name: a client can send any."""
+LONGEST_MODEL = 200
+"""Characters of a model's name that spans, log lines and the page show: a client can send any."""
 _ID = re.compile(rb'"id":\s*"([^"\\]{1,200})"')
 _MODEL = re.compile(rb'"model":\s*"([^"\\]{1,200})"')
 
@@ -67,7 +67,7 @@ def span_name(endpoint: Endpoint, model: str) -> str:
 
 def operation_attributes(endpoint: Endpoint, model: str) -> Attributes:
     """Attributes that the spans of a request and of its legs have in common; ``model`` as the client named it."""
-    return {OPERATION: OPERATIONS[endpoint], PROVIDER: VLLM, REQUEST_MODEL: model[:_LONGEST_MODEL]}
+    return {OPERATION: OPERATIONS[endpoint], PROVIDER: VLLM, REQUEST_MODEL: model[:LONGEST_MODEL]}
 
 
 def request_attributes(body: Json, choices: int, *, stream: bool) -> Attributes:

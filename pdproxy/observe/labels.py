@@ -273,7 +273,7 @@ class Known(enum.StrEnum):
 
 
 class LookUp(enum.StrEnum):
-    """By what a prompt was looked up in what nodes' KV events say."""
+    """The way in which a prompt was looked up in the index of nodes' KV events."""
 
     GIVEN = "given"
     """The token ids that the request has."""

@@ -44,8 +44,6 @@ _LINES = {
     for level in (logging.INFO, logging.WARNING)
     for message in (_ENDED, _REFUSED)
 }
-_LONGEST_MODEL = 200
-"""Characters of a model's name that a log line shows: a client can send any."""
 
 
 class Recorder:
@@ -110,7 +108,7 @@ class Recorder:
         level = _level(outcome)
         if _LOG.isEnabledFor(level) or record.span is not None:
             facts = record.facts(outcome)
-            _write_line(level, _ENDED, record, {**facts, "model": record.model[:_LONGEST_MODEL]})
+            _write_line(level, _ENDED, record, {**facts, "model": record.model[: gen_ai.LONGEST_MODEL]})
             if record.span is not None:
                 _end_span(record.span, record, outcome, facts)
 
@@ -125,7 +123,7 @@ class Recorder:
         """A request that one node answers has ended; a line is written where it did not go well."""
         self._count(record, outcome)
         if outcome is not Outcome.OK:
-            facts = {"outcome": outcome.value, **record.failure.facts(), "model": record.model[:_LONGEST_MODEL]}
+            facts = {"outcome": outcome.value, **record.failure.facts(), "model": record.model[: gen_ai.LONGEST_MODEL]}
             _write_line(_level(outcome), _ENDED, record, facts)
 
     def refused(self, record: RequestRecord, error: ClientError) -> None:
