@@ -1,4 +1,4 @@
-"""The reader of nodes' KV events: built, and loaded, only where the settings ask for it."""
+"""The reader of nodes' KV events: built, and loaded, only where the policy goes by them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from pdproxy.observe.labels import Known
 from pdproxy.observe.metrics import Metrics
 from pdproxy.request import Json
 from pdproxy.settings.model import Settings
-from pdproxy.settings.types import ReadEvents, Routing
+from pdproxy.settings.types import Routing
 from pdproxy.transport.port import Transport
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def kv_events(
     texts: "TextMemory",
     background: Background,
 ) -> KvEvents | None:
-    """All of it; None where the settings do not ask for it. ``headers``: of the proxy's own requests to nodes."""
-    if not _wanted(settings):
+    """All of it; None where the policy does not go by it. ``headers``: of the proxy's own requests to nodes."""
+    if settings.policy.routing is not Routing.CACHE:
         return None
     from pdproxy.events.places import PlaceCaches
     from pdproxy.events.prefix_source import EventPrefixSource
@@ -69,8 +69,3 @@ def kv_events(
         EventPrefixSource(pool, caches, HashFinder(texts, token_ids, pool.load), clock, metrics.events, background),
         caches,
     )
-
-
-def _wanted(settings: Settings) -> bool:
-    read = settings.events.read
-    return read is ReadEvents.ON or (read is ReadEvents.AUTO and settings.policy.routing is Routing.CACHE)

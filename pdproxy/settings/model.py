@@ -251,10 +251,8 @@ class Policy(Section):
 
 
 class Events(Section):
-    """KV events: nodes tell what they have cached."""
+    """KV events: nodes tell what they have cached. They are read where `policy.routing` is `cache`."""
 
-    read: types.ReadEvents = types.ReadEvents.AUTO
-    """Whether they are read; `auto`: where `policy.routing` is `cache`, and nodes publish them."""
     token_ids_seconds: types.Seconds = Field(default=0.05, gt=0, le=60)
     """For a node to tell a prompt's token ids where the plan waits for them; later, the request goes on without."""
 

@@ -69,15 +69,6 @@ class Routing(OneOf):
     """The one with the fewest legs for its weight."""
 
 
-class ReadEvents(OneOf):
-    """Whether nodes' KV events are read."""
-
-    AUTO = "auto"
-    """Where the policy is `cache`."""
-    ON = "on"
-    OFF = "off"
-
-
 class Keep(OneOf):
     """Which conversations nodes are asked to keep until their next turn."""
 

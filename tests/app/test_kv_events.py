@@ -1,4 +1,4 @@
-"""KV events are read where the settings ask for it, and the package for it is there."""
+"""KV events are read where the policy goes by them."""
 
 import dataclasses
 
@@ -27,23 +27,14 @@ def built(**variables: str) -> KvEvents | None:
     return kv_events(settings, pool, FakePoolTransport(), clock, metrics, no_headers, texts, Background(clock))
 
 
-@pytest.mark.parametrize(
-    ("read", "routing", "wanted"),
-    [
-        ("auto", "cache", True),
-        ("auto", "session", False),
-        ("auto", "least-loaded", False),
-        ("on", "least-loaded", True),
-        ("off", "cache", False),
-    ],
-)
-def test_events_are_read_where_the_policy_goes_by_them(read: str, routing: str, wanted: bool) -> None:
-    events = built(PDPROXY_EVENTS_READ=read, PDPROXY_POLICY_ROUTING=routing)
+@pytest.mark.parametrize(("routing", "wanted"), [("cache", True), ("session", False), ("least-loaded", False)])
+def test_events_are_read_where_the_policy_goes_by_them(routing: str, wanted: bool) -> None:
+    events = built(PDPROXY_POLICY_ROUTING=routing)
     assert (events is not None) is wanted
 
 
 def test_operators_see_how_much_is_known_of_each_rank() -> None:
-    events = built(PDPROXY_EVENTS_READ="on")
+    events = built()
     assert events is not None
     assert events.statuses("p1") == []
     assert events.seen("p1") is EventsSeen.OFF
