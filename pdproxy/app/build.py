@@ -28,7 +28,6 @@ from pdproxy.intake.exchange import AsgiApp
 from pdproxy.intake.handler import ApiApp, HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
 from pdproxy.intake.routes import shown_to_clients
-from pdproxy.legs.calls import new_hand_over_id
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.cohorts import Cohorts
@@ -56,6 +55,7 @@ from pdproxy.orchestration.text_prefix_source import TextPrefixSource
 from pdproxy.planning.conversations import Conversations
 from pdproxy.planning.policies import policy_named
 from pdproxy.planning.shares import LimitsByKey
+from pdproxy.random_ids import random_ids
 from pdproxy.settings.model import ConfiguredNode, Settings
 from pdproxy.settings.types import FirstHandOver, Keep, Routing, kind_of_node
 from pdproxy.transport.port import Transport
@@ -176,7 +176,7 @@ def _orchestration_context(
 ) -> OrchestrationContext:
     config, policy = orchestration_config(settings), settings.policy
     known = source if policy.routing is Routing.CACHE else None
-    conversations = Conversations(policy.keep, new_hand_over_id, limits, policy.keep_longest)
+    conversations = Conversations(policy.keep, random_ids().__next__, limits, policy.keep_longest)
     keeping = Keeping(conversations, clock, metrics.keeps, known)
     return OrchestrationContext(
         transport,

@@ -5,9 +5,8 @@ import functools
 import hashlib
 import itertools
 import operator
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -213,10 +212,10 @@ _NOT_PASSED_ON = HOP_BY_HOP | {
 }
 
 
-def request_id(fields: Fields) -> str:
-    """The client's ``x-request-id`` where it can go into logs and headers as it is, else a new one."""
+def request_id(fields: Fields, ids: Iterator[str]) -> str:
+    """The client's ``x-request-id`` where it can go into logs and headers as it is, else a new one of ``ids``."""
     theirs = fields.get("x-request-id")
-    return theirs if theirs and _USABLE.fullmatch(theirs) else f"req-{os.urandom(16).hex()}"
+    return theirs if theirs and _USABLE.fullmatch(theirs) else f"req-{next(ids)}"
 
 
 PRIORITY_HEADER = "x-vllm-priority"

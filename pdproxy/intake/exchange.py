@@ -2,7 +2,7 @@
 
 import asyncio
 import operator
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -48,6 +48,8 @@ async def send_whole(send: Send, status: int, headers: Iterable[tuple[str, str]]
 class HttpExchange:
     """A request's head, its connection's two halves, and how far its response is.
 
+    ``ids``: for requests without one of their own.
+
     Attributes:
         path: without a slash at its end: vLLM redirects to the path without it, and to serve that at once is one
             exchange less.
@@ -64,14 +66,14 @@ class HttpExchange:
         "request_id", "server",
     )  # fmt: skip
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, ids: Iterator[str]) -> None:
         path: str = scope["path"]
         self.method: str = scope["method"]
         self.path = path = path.rstrip("/") if path[-1:] == "/" else path
         self.query: str = scope["query_string"].decode("latin-1")
         self.headers = headers = headers_of(scope)
         self.fields: Fields = dict(headers[::-1])
-        self.request_id = request_id(self.fields)
+        self.request_id = request_id(self.fields, ids)
         self.endpoint = GENERATING.get(path)
         self.receive = receive
         self.server: Exchange = scope["extensions"][EXCHANGE_EXTENSION]

@@ -42,6 +42,7 @@ from pdproxy.orchestration.client_errors import BUG, only_model, shutting_down_e
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.planning.shares import NO_LIMITS
+from pdproxy.random_ids import random_ids
 from pdproxy.raw_json import Steps, at_once
 from pdproxy.request import ClientRequest, Endpoint, Headers, HeldBody, media_type, write_json
 from pdproxy.response import ProxyResponse
@@ -296,11 +297,12 @@ class ApiApp:
         self._handler = handler
         self._operator = operator
         self._shown = shown
+        self._ids = random_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise ClientError(404, f"Only HTTP is served here, not {scope['type']}.")
-        exchange = HttpExchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send, self._ids)
         try:
             await self._answer(exchange, scope)
         except ClientGone:

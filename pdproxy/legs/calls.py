@@ -1,7 +1,6 @@
 """The HTTP calls to nodes: the prefill leg, the decode leg, the release of a hand-over."""
 
 import asyncio
-import os
 from collections.abc import Callable
 
 import msgspec
@@ -40,11 +39,6 @@ _CACHED_HINT = "remote_prefill_cached_tokens"
 """vLLM's scheduler adds it to the ticket, and a decode node that gets it reports it as its own ``cached_tokens``
 (0.32, v1/engine/output_processor.py). Without it the decode node reports what it did not have to compute, which shows
 whether it used the ticket. The connector does not look at it, and no signature covers it."""
-
-
-def new_hand_over_id() -> str:
-    """A new id of a hand-over: 128 bits of the system's randomness, in hex."""
-    return os.urandom(16).hex()
 
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

@@ -8,7 +8,6 @@ from opentelemetry.trace import Tracer
 
 from pdproxy.background import Background
 from pdproxy.clock import Clock
-from pdproxy.legs.calls import new_hand_over_id
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.client_errors import deadline_error
@@ -19,6 +18,7 @@ from pdproxy.orchestration.request_queue import QueueLimits, RequestQueue
 from pdproxy.planning.cache_aware import CacheAware
 from pdproxy.planning.plan import PlanPolicy, RoutingPolicy
 from pdproxy.planning.shares import LimitsByKey
+from pdproxy.random_ids import random_ids
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 from pdproxy.transport.port import Timeouts, Transport
 
@@ -114,7 +114,7 @@ class OrchestrationContext:
     clock: Clock
     config: OrchestrationConfig
     in_flight: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
-    new_hand_over_id: Callable[[], str] = new_hand_over_id
+    new_hand_over_id: Callable[[], str] = dataclasses.field(default_factory=lambda: random_ids().__next__)
     tie_breaker: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     prefix_source: PrefixSource | None = None
     keeping: Keeping | None = None

@@ -9,10 +9,11 @@ import msgspec
 from pdproxy.clock import Clock
 from pdproxy.credential import OwnHeaders
 from pdproxy.errors import NodeFault, PdproxyError
-from pdproxy.legs.calls import NOTHING_HELD, decode, new_hand_over_id, prefill, raise_if_aborted, read_answer
+from pdproxy.legs.calls import NOTHING_HELD, decode, prefill, raise_if_aborted, read_answer
 from pdproxy.legs.rewrite import decode_body, prefill_body
 from pdproxy.nodes.no_hand_over import EXPLAIN, HANDED_OVER, SideChannel, read_told, sentence
 from pdproxy.nodes.node import Node
+from pdproxy.random_ids import random_ids
 from pdproxy.request import Endpoint, Json, read_json, write_json
 from pdproxy.transport.port import Timeouts, Transport
 from pdproxy.usage import read_usage
@@ -55,7 +56,7 @@ class HandOverCalls:
     clock: Clock
     headers: OwnHeaders
     release: Callable[[Node, str], None]
-    new_id: Callable[[], str] = new_hand_over_id
+    new_id: Callable[[], str] = dataclasses.field(default_factory=lambda: random_ids().__next__)
 
     async def make(self, pair: TestedPair, body: Json, endpoint: Endpoint = Endpoint.COMPLETIONS) -> Json:
         """The decode node's answer to a body with a ticket of the prefill node.

@@ -140,13 +140,12 @@ class H1Connection(asyncio.Protocol):
 
     @property
     def quiet(self) -> bool:
-        """Whether an idle connection stands as far as one can tell, and nothing is there to be read: the peer's
-        close, or bytes that were not asked for."""
-        transport = self._transport
-        if transport is None or transport.is_closing():
+        """Whether nothing is there to be read on an idle connection that is not lost: the peer's close, or bytes that
+        were not asked for."""
+        if self._transport is None:
             return False
         poll = select.poll()
-        poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
         return not poll.poll(0)
 
     async def exchange(self, method: str, head: bytes, body: bytes, timeouts: Timeouts, due: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from pdproxy.intake.exchange import HttpExchange, Message
+from pdproxy.random_ids import random_ids
 from pdproxy.request import Endpoint
 from pdproxy.response import EXCHANGE_EXTENSION, Sink
 
@@ -24,7 +25,9 @@ class Connection:
             "query_string": b"",
             "headers": [(b"x", b"1"), (b"x", b"2")],
         }
-        self.exchange = HttpExchange(scope | {"extensions": {EXCHANGE_EXTENSION: self}}, self._receive, self._send)
+        self.exchange = HttpExchange(
+            scope | {"extensions": {EXCHANGE_EXTENSION: self}}, self._receive, self._send, random_ids()
+        )
 
     def take_body(self) -> bytes | None:
         return None

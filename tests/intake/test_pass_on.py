@@ -15,6 +15,7 @@ from pdproxy.intake.exchange import HttpExchange, Message
 from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
 from pdproxy.observe.metrics import Metrics
+from pdproxy.random_ids import random_ids
 from pdproxy.request import Endpoint
 from pdproxy.response import EXCHANGE_EXTENSION, Sink
 from pdproxy.settings.types import Credential
@@ -80,7 +81,7 @@ class Client:
             read_keys(None), open_requests, rates, budget, bodies, cluster.orchestrator, pool, clock, RULES
         )
         scope = {**HEAD, "extensions": {EXCHANGE_EXTENSION: self}}
-        await service.serve(HttpExchange(scope, self.receive, self.send))
+        await service.serve(HttpExchange(scope, self.receive, self.send, random_ids()))
         return b"".join(self.pieces)
 
 

@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from pdproxy.legs.calls import new_hand_over_id, prefill, release
+from pdproxy.legs.calls import prefill, release
 from pdproxy.legs.rewrite import prefill_body
 from pdproxy.observe.labels import Proof
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.forward import ForwardRequest
 from pdproxy.orchestration.known_answer import KnownAnswer
 from pdproxy.planning.plan import LEAST_LOADED
+from pdproxy.random_ids import random_ids
 from pdproxy.request import ClientRequest, Endpoint, HeldBody
 from pdproxy.transport.port import HttpRequest, Timeouts, read_to_end
 from tests.fakes.faults import FaultKind, InjectedFault
@@ -86,7 +87,7 @@ async def test_no_chat_is_lost(number: int) -> None:
 
 async def prefill_alone(cluster: LoopbackCluster) -> None:
     """A prefill leg and its release."""
-    node, hand_over_id = cluster.pool.view("p0").node, new_hand_over_id()
+    node, hand_over_id = cluster.pool.view("p0").node, next(random_ids())
     body = {"model": MODEL, **body_for(Endpoint.COMPLETIONS, stream=False)}
     leg = prefill_body(Endpoint.COMPLETIONS, body, hand_over_id, readers=1)
     answer = await prefill(cluster.transport, node, Endpoint.COMPLETIONS, leg, (), Timeouts(), lambda: None)

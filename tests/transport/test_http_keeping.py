@@ -1,8 +1,12 @@
 """Which connections are kept for the next request."""
 
 import asyncio
+import os
+import socket
 
-from pdproxy.transport.h1_client import KEEP, H1Transport
+import msgspec
+
+from pdproxy.transport.h1_client import AT_WORK, KEEP, H1Transport
 from tests.transport.asking import HandClock, ask, post
 from tests.transport.peer import Script, Visit, always, answer, hanging_up_after, peer, saying
 
@@ -98,6 +102,21 @@ async def test_bytes_that_come_while_a_connection_idles_end_it(transport: H1Tran
         assert await ask(transport, post(there)) == (200, b"first")
         await there.all_gone()
         assert await ask(transport, post(there)) == (200, b"second")
+
+
+async def test_a_connection_that_has_rested_is_asked_whether_it_still_stands(
+    transport: H1Transport, clock: HandClock
+) -> None:
+    """Its end may have come in this turn of the loop, which has not told of it yet. A POST would be sent twice."""
+    async with peer(always(b"first"), always(b"second")) as there:
+        sent_again: list[bool] = []
+        assert await ask(transport, post(there)) == (200, b"first")
+        await clock.sleep(AT_WORK)
+        with socket.socket(fileno=os.dup(there.visits[0].writer.get_extra_info("socket").fileno())) as far_end:
+            far_end.shutdown(socket.SHUT_WR)
+        request = msgspec.structs.replace(post(there), on_resend=lambda: sent_again.append(True))
+        assert await ask(transport, request) == (200, b"second")
+        assert not sent_again
 
 
 async def test_an_early_answer_is_read_though_the_request_is_still_being_written(transport: H1Transport) -> None:
