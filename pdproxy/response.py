@@ -1,5 +1,9 @@
 """A response for the client as a value, the sink that takes its pieces the moment they arrive, and what else our server
-offers beside ASGI."""
+offers beside ASGI.
+
+Its ``http.response.start`` may have a ``body``: the response is complete with that. The start must have its
+``content-length`` then, and no further message follows.
+"""
 
 from collections.abc import Callable
 from typing import Protocol

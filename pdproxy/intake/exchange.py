@@ -41,8 +41,9 @@ async def send_head(send: Send, status: int, headers: Iterable[tuple[str, str]])
 
 async def send_whole(send: Send, status: int, headers: Iterable[tuple[str, str]], body: bytes) -> None:
     """A response in one piece."""
-    await send_head(send, status, (*headers, ("content-length", str(len(body)))))
-    await send({"type": "http.response.body", "body": body})
+    raw = map(_ENCODE, chain.from_iterable((*headers, ("content-length", str(len(body))))))
+    fields = [*zip(raw, raw, strict=True)]
+    await send({"type": "http.response.start", "status": status, "headers": fields, "body": body})
 
 
 class HttpExchange:

@@ -19,6 +19,7 @@ import enum
 import operator
 import re
 import typing
+import urllib.parse
 from collections.abc import Sequence
 from itertools import chain
 
@@ -145,7 +146,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if self._reparsing:
             return
-        super().on_message_begin()
+        self.url, self.headers, self.expect_100_continue = b"", [], False
         self._state = ReceiveState.HEAD
 
     def on_url(self, url: bytes) -> None:
@@ -171,19 +172,32 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(400, "Wait for an answer before the next request.", "pipelined")
         if self._refused:
             raise RefusedHeadError  # Ends the parsing: the application must not get this request.
-        if b"expect" in dict(self.headers):
+        if version != "1.0" and b"expect" in dict(self.headers):
             expected = [value.lower() for name, value in self.headers if name == b"expect"]
             self.expect_100_continue = b"100-continue" in expected
-        super().on_headers_complete()
-        if self._leaving:
-            self.cycle.keep_alive = False
-        self.cycle.message_event._waiters = []  # type: ignore[assignment]  # nobody waits yet; a deque has 600 bytes
-        kind = UnchunkedExchange if version == "1.0" else ClientExchange
-        self._exchange = kind.from_cycle(self.cycle, self._writer)
-        # Shared, and the exchange itself: each dict of its own would stay as long as the stream.
-        self.scope["asgi"], self.scope["state"] = _ASGI, self.app_state  # type: ignore[typeddict-item]
-        self.scope["extensions"] = {EXCHANGE_EXTENSION: self._exchange}  # type: ignore[dict-item]
+        self._begin_exchange(version)
         self._state, self._framing_bytes = ReceiveState.BODY, 0
+
+    def _begin_exchange(self, version: str) -> None:
+        """uvicorn's, without what is not used here: WebSockets, a queue of requests, its limit of connections."""
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        method = self.parser.get_method().decode("ascii")
+        # What is shared is not copied: each dict of its own would stay as long as the stream.
+        scope: typing.Any = {
+            "type": "http", "asgi": _ASGI, "http_version": version, "method": method, "scheme": self.scheme,
+            "path": urllib.parse.unquote(path) if "%" in path else path, "raw_path": url.path, "root_path": "",
+            "query_string": url.query or b"", "headers": self.headers, "server": self.server, "client": self.client,
+            "state": self.app_state,
+        }  # fmt: skip
+        keeps_alive = version != "1.0" and not self._leaving and self.parser.should_keep_alive()
+        kind = UnchunkedExchange if version == "1.0" else ClientExchange
+        self.cycle = self._exchange = exchange = kind(
+            scope, self._writer, self.flow, self.server_state.default_headers, self.on_response_complete,
+            expects_100=self.expect_100_continue, keeps_alive=keeps_alive,
+        )  # fmt: skip
+        scope["extensions"], self.scope = {EXCHANGE_EXTENSION: exchange}, scope
+        self._start_asgi_task(exchange, self.app)
 
     def on_body(self, body: bytes) -> None:
         self._framing_bytes = 0

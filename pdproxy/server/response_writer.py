@@ -5,13 +5,16 @@ A connection that is closed while its client still sends is reset, and a respons
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 
-from uvicorn._types import ASGISendEvent
+from uvicorn._types import ASGISendEvent, HTTPScope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from pdproxy.response import Sink
+
+_LOG = logging.getLogger("uvicorn.error")
 
 MIN_PROGRESS_BYTES = 64 * 1024
 """Bytes that a client must read within its time limit, or all of a shorter response."""
@@ -156,22 +159,34 @@ class WriteFlow(FlowControl):
 class ClientExchange(RequestResponseCycle):
     """uvicorn's exchange of one request and its response; also the `pdproxy.response.Exchange` for the application.
 
-    uvicorn has no option for the class of an exchange: `from_cycle` changes it.
+    Args:
+        on_response: called when the response is complete.
+        expects_100: the client waits for 100 (Continue) before it sends the body.
+        keeps_alive: the connection can carry another exchange after this one.
     """
 
     has_chunks = True
-    _writer: ResponseWriter
     _on_left: Callable[[], None] | None = None
     _head_waits = False
     """For the body's first piece: the two are written at once then, and not in the loop's next turn."""
 
-    @classmethod
-    def from_cycle(cls, cycle: RequestResponseCycle, writer: ResponseWriter) -> "ClientExchange":
-        """Make one of uvicorn's."""
-        cycle.__class__ = cls
-        assert isinstance(cycle, cls)
-        cycle._writer = writer
-        return cycle
+    def __init__(
+        self,
+        scope: HTTPScope,
+        writer: ResponseWriter,
+        flow: FlowControl,
+        default_headers: list[tuple[bytes, bytes]],
+        on_response: Callable[[], None],
+        *,
+        expects_100: bool,
+        keeps_alive: bool,
+    ) -> None:
+        arrived = asyncio.Event()
+        arrived._waiters = []  # type: ignore[assignment]  # nobody waits yet; a deque has 600 bytes
+        super().__init__(
+            scope, writer, flow, _LOG, _LOG, False, default_headers, arrived, expects_100, keeps_alive, on_response
+        )
+        self._writer = writer
 
     @property
     def sink(self) -> Sink | None:
@@ -212,15 +227,21 @@ class ClientExchange(RequestResponseCycle):
 
     async def send(self, message: ASGISendEvent) -> None:
         """uvicorn's, which looks at each field of a head by itself, and would write head and body apart."""
-        if message["type"] == "http.response.start" and self._begin(message["status"], [*message.get("headers", ())]):
-            return
+        if message["type"] == "http.response.start":
+            whole: bytes | None = message.pop("body", None)  # type: ignore[typeddict-item]  # `pdproxy.response`
+            if self._begin(message["status"], [*message.get("headers", ())], whole):
+                return
+            if whole is not None:
+                await self.send(message)
+                message = {"type": "http.response.body", "body": whole}
         first, self._head_waits = self._head_waits, False
         await super().send(message)
         if first or self.response_complete:
             self._writer.flush()
 
-    def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Write the head; not one that says itself how it is framed, or that has a field that is none."""
+    def _begin(self, status: int, headers: list[tuple[bytes, bytes]], whole: bytes | None) -> bool:
+        """Write the head, and the body where it is here as a ``whole``; not a head that says itself how it is framed,
+        or that has a field that is none."""
         if self.response_started or self.disconnected or self.flow.write_paused or not self.has_chunks:
             return False
         values = dict(headers)
@@ -231,15 +252,30 @@ class ClientExchange(RequestResponseCycle):
         head = b"\r\n".join(fields)
         if len(head) - len(head.translate(None, _CONTROLS)) != len(b"\r\n") * (len(fields) - 1):
             return False
-        self.response_started, self._head_waits, self.waiting_for_100_continue = True, True, False
+        self.response_started, self.waiting_for_100_continue = True, False
+        self._head_waits = whole is None
         if length is not None:
             self.chunked_encoding, self.expected_content_length = False, int(length)
         elif self.scope["method"] != "HEAD" and status not in _BODILESS:
             self.chunked_encoding = True
             head += b"transfer-encoding: chunked\r\n"
         head = b"%b%b%b\r\n" % (STATUS_LINE[status], head, b"" if self.keep_alive else b"connection: close\r\n")
-        (self._writer.write if length is None else self._writer.hold)(head)
+        if whole is not None:
+            self._end(head if self.scope["method"] == "HEAD" else head + whole)
+        elif length is None:
+            self._writer.write(head)
+        else:
+            self._writer.hold(head)
         return True
+
+    def _end(self, response: bytes) -> None:
+        """Write a whole response."""
+        self._writer.write_now(response)
+        self.response_complete = True
+        self.message_event.set()
+        if not self.keep_alive:
+            self._writer.close()
+        self.on_response()
 
     def left(self) -> None:
         """The client has disconnected, or has sent what ends its connection."""
@@ -253,11 +289,6 @@ class UnchunkedExchange(ClientExchange):
     nor 100 (Continue)."""
 
     has_chunks = open_ended = False
-
-    @classmethod
-    def from_cycle(cls, cycle: RequestResponseCycle, writer: ResponseWriter) -> "ClientExchange":
-        cycle.waiting_for_100_continue = False
-        return super().from_cycle(cycle, writer)
 
     async def send(self, message: ASGISendEvent) -> None:
         """uvicorn's checks that a body has its announced length: where there is none, each piece announces its own."""

@@ -227,6 +227,10 @@ class H1Response:
     def __anext__(self) -> Coroutine[None, None, bytes]:
         return _closed() if self._connection is None else self._connection.piece()
 
+    def take_whole(self) -> bytes | None:
+        connection = self._connection
+        return None if connection is None or not connection.answer.ended else connection.answer.take()
+
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         if self._connection is not None:
             await self._connection.pipe_to(sink, chunk_sink)

@@ -169,6 +169,10 @@ class HttpxResponse:
         overdue = asyncio.get_running_loop().time() >= self._due
         return timeout_fault(Fault.STALL, self._where, None if overdue else self._wait)
 
+    def take_whole(self) -> bytes | None:
+        """It is read piece by piece."""
+        return None
+
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         """Returns at once: every piece is left to iteration."""
 

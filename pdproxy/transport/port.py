@@ -76,6 +76,10 @@ class HttpResponse(Protocol):
         """
         ...
 
+    def take_whole(self) -> bytes | None:
+        """The body, if it is here as a whole and nothing was read of it yet; None: it is to be read."""
+        ...
+
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         """Between two reads: pass pieces to ``sink`` as they come, while it returns True.
 
@@ -123,11 +127,19 @@ async def read_to_end(response: HttpResponse, limit: int) -> bytes:
     Raises:
         NodeFault: as iterating an `HttpResponse`; INVALID_BODY when it is longer than ``limit`` bytes.
     """
+    whole = response.take_whole()
+    if whole is not None:
+        _check_length(response, len(whole), limit)
+        return whole
     pieces: list[bytes] = []
     size = 0
     async for piece in response:
         pieces.append(piece)
         size += len(piece)
-        if size > limit:
-            raise NodeFault(Fault.INVALID_BODY, f"the body is longer than {limit} bytes", status=response.status)
+        _check_length(response, size, limit)
     return b"".join(pieces)
+
+
+def _check_length(response: HttpResponse, size: int, limit: int) -> None:
+    if size > limit:
+        raise NodeFault(Fault.INVALID_BODY, f"the body is longer than {limit} bytes", status=response.status)

@@ -74,6 +74,9 @@ class TracedResponse:
             _record(self._span, fault)
             raise
 
+    def take_whole(self) -> bytes | None:
+        return self._inner.take_whole()
+
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         await self._inner.pipe_to(sink, chunk_sink)
 

@@ -104,6 +104,10 @@ class MemoryResponse:
             case _:
                 self._ended = True
 
+    def take_whole(self) -> bytes | None:
+        """It is read piece by piece."""
+        return None
+
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         """See the port. The last piece is left to be read."""
         more = True

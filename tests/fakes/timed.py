@@ -147,6 +147,10 @@ class _PacedResponse:
             await asyncio.sleep(self._seconds)
             yield piece
 
+    def take_whole(self) -> bytes | None:
+        """See the port."""
+        return None
+
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         """See the port. All pieces are left to be read."""
 

@@ -44,6 +44,10 @@ class Answer:
         for piece in self.pieces:
             yield piece
 
+    def take_whole(self) -> bytes | None:
+        """It is read piece by piece."""
+        return None
+
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         pass
 

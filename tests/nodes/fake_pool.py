@@ -45,6 +45,10 @@ class Answer:
     async def __aiter__(self) -> AsyncIterator[bytes]:
         yield self._body
 
+    def take_whole(self) -> bytes | None:
+        """It is read piece by piece."""
+        return None
+
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         pass
 

@@ -46,6 +46,10 @@ class Answer:
         if self.fault:
             raise self.fault
 
+    def take_whole(self) -> bytes | None:
+        """It is read piece by piece."""
+        return None
+
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         pass
 

@@ -149,6 +149,10 @@ class Pieces:
             raise NodeFault(Fault.RESET, "broken")
         raise StopAsyncIteration
 
+    def take_whole(self) -> bytes | None:
+        """It is read piece by piece."""
+        return None
+
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:
         """See the port. The last piece is left to be read."""
         more = self._piped
