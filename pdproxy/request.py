@@ -9,7 +9,7 @@ import enum
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -153,56 +153,6 @@ class KeepAsk(msgspec.Struct, frozen=True):
     reason: KeepReason
 
 
-class ClientRequest(msgspec.Struct, frozen=True):
-    """One request to a generating endpoint.
-
-    Attributes:
-        request_id: the client's ``x-request-id`` where it is usable, else one of ours.
-        held: the JSON object, its values raw, already scrubbed of what a client may not send.
-        headers: what may be passed on to a node (end-to-end headers, no credentials unless configured).
-        priority: smaller is served first, as in vLLM.
-        arrived: monotonic seconds.
-        deadline: monotonic seconds by which the whole request must have ended.
-        left: whether the client has disconnected; a request that is cancelled while it has not was cancelled by us.
-        session: a hash of the key of its session and its client's name, 64 bits; None where it names none.
-        keep: how long the client wants its conversation kept; None where it does not say.
-        api_key: the name of the client's API key; never the key itself.
-        fields: what the proxy looks at, as it was read (`legs.lax_fields`); None where nobody has read it yet.
-        on_usage: called with the tokens of a prompt and of its answers, once its node has told them.
-    """
-
-    request_id: str
-    endpoint: Endpoint
-    held: HeldBody[Json]
-    headers: Headers
-    model: str
-    stream: bool
-    priority: int
-    arrived: float
-    deadline: float
-    left: Callable[[], bool]
-    session: int | None = None
-    keep: KeepAsk | None = None
-    api_key: str = ""
-    fields: Mapping[str, Any] | None = None
-    on_usage: Callable[[int, int], None] = lambda _prompt, _completion: None
-
-    @property
-    def body(self) -> Json:
-        """The body, which must not be dropped yet."""
-        return self.held.content
-
-
-class DecodeRoute(enum.StrEnum):
-    """Where a decode leg is sent."""
-
-    ENDPOINT = "endpoint"
-    """To the endpoint that the client asked for."""
-    JOURNALED = "journaled"
-    """To the route of our connector's endpoint plugin, which runs the same endpoint and sends a journal beside the
-    events of a stream: from it another such node resumes the stream."""
-
-
 class Shape(msgspec.Struct, frozen=True):
     """The kind of answer that a body of one prompt asks for.
 
@@ -225,19 +175,6 @@ class Shape(msgspec.Struct, frozen=True):
     longest: int | None = None
     prompt_tokens: int = 0
     media: bool = False
-
-
-class LegForm(msgspec.Struct, frozen=True):
-    """How a decode leg asks for its answer.
-
-    Attributes:
-        adds_usage: the proxy asks for the usage event, and takes it out of the answer again.
-        records: of a stream's journal so far, JSON values joined by commas; empty for a leg that resumes nothing.
-    """
-
-    route: DecodeRoute = DecodeRoute.ENDPOINT
-    adds_usage: bool = False
-    records: bytes = b""
 
 
 class PromptText:
@@ -267,6 +204,80 @@ class PromptText:
         """As `legs.prompt_text.prompt_parts`. They are kept no longer."""
         parts, self._parts = self._parts, []
         return parts
+
+
+class ReadPrompt(NamedTuple):
+    """One prompt of a request, read as far as plans need it: the request's body with this prompt alone, its shape, and
+    its text where that is looked up."""
+
+    body: Json
+    shape: Shape
+    text: PromptText | None
+
+
+class ClientRequest(msgspec.Struct, frozen=True):
+    """One request to a generating endpoint.
+
+    Attributes:
+        request_id: the client's ``x-request-id`` where it is usable, else one of ours.
+        held: the JSON object, its values raw, already scrubbed of what a client may not send.
+        headers: what may be passed on to a node (end-to-end headers, no credentials unless configured).
+        priority: smaller is served first, as in vLLM.
+        arrived: monotonic seconds.
+        deadline: monotonic seconds by which the whole request must have ended.
+        left: whether the client has disconnected; a request that is cancelled while it has not was cancelled by us.
+        session: a hash of the key of its session and its client's name, 64 bits; None where it names none.
+        keep: how long the client wants its conversation kept; None where it does not say.
+        api_key: the name of the client's API key; never the key itself.
+        fields: what the proxy looks at, as it was read (`legs.lax_fields`); None where nobody has read it yet.
+        on_usage: called with the tokens of a prompt and of its answers, once its node has told them.
+        prompts: that were read before it is answered; whoever answers takes them out, so that their bytes may go.
+    """
+
+    request_id: str
+    endpoint: Endpoint
+    held: HeldBody[Json]
+    headers: Headers
+    model: str
+    stream: bool
+    priority: int
+    arrived: float
+    deadline: float
+    left: Callable[[], bool]
+    session: int | None = None
+    keep: KeepAsk | None = None
+    api_key: str = ""
+    fields: Mapping[str, Any] | None = None
+    on_usage: Callable[[int, int], None] = lambda _prompt, _completion: None
+    prompts: list[ReadPrompt] = []
+
+    @property
+    def body(self) -> Json:
+        """The body, which must not be dropped yet."""
+        return self.held.content
+
+
+class DecodeRoute(enum.StrEnum):
+    """Where a decode leg is sent."""
+
+    ENDPOINT = "endpoint"
+    """To the endpoint that the client asked for."""
+    JOURNALED = "journaled"
+    """To the route of our connector's endpoint plugin, which runs the same endpoint and sends a journal beside the
+    events of a stream: from it another such node resumes the stream."""
+
+
+class LegForm(msgspec.Struct, frozen=True):
+    """How a decode leg asks for its answer.
+
+    Attributes:
+        adds_usage: the proxy asks for the usage event, and takes it out of the answer again.
+        records: of a stream's journal so far, JSON values joined by commas; empty for a leg that resumes nothing.
+    """
+
+    route: DecodeRoute = DecodeRoute.ENDPOINT
+    adds_usage: bool = False
+    records: bytes = b""
 
 
 class SubRequest(msgspec.Struct, frozen=True):

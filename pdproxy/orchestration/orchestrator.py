@@ -24,7 +24,7 @@ from pdproxy.orchestration.recorder import Recorder
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.request_record import AnswerRecord, RequestRecord, Route
 from pdproxy.orchestration.upstream import UpstreamRequest
-from pdproxy.request import ClientRequest, Endpoint, Headers, Json, LegForm, SubRequest, write_json
+from pdproxy.request import ClientRequest, Endpoint, Headers, Json, LegForm, ReadPrompt, SubRequest, write_json
 from pdproxy.response import ProxyResponse
 from pdproxy.stream.chunks import rewrite_answer
 from pdproxy.transport.port import HttpResponse, read_to_end
@@ -114,13 +114,13 @@ class Orchestrator:
         self._recorder.refused(RequestRecord(request_id, path, endpoint, "", key), error)
 
     async def expected_tokens(self, request: ClientRequest) -> tuple[int, int]:
-        """About how many tokens a request's prompts have, and its answers will have."""
-        endpoint, model, lengths = request.endpoint, request.model, self._context.in_flight.output_lengths
-        prompt = answers = 0
-        for each in split(endpoint, request.body):
-            form = shape(endpoint, each, await self._prompts.facts(each), request.fields)
-            prompt += form.prompt_tokens
-            answers += form.choices * lengths.expected(model, form.longest)
+        """About how many tokens a request's prompts have, and its answers will have. They are not read again for
+        `answer`."""
+        lengths, prompt, answers = self._context.in_flight.output_lengths, 0, 0
+        request.prompts.extend(await self._read(request))
+        for each in request.prompts:
+            prompt += each.shape.prompt_tokens
+            answers += each.shape.choices * lengths.expected(request.model, each.shape.longest)
         return prompt, answers
 
     async def _streamed(self, record: AnswerRecord, upstreams: list[UpstreamRequest]) -> ProxyResponse:
@@ -137,18 +137,26 @@ class Orchestrator:
 
     async def _upstreams(self, request: ClientRequest, record: AnswerRecord) -> list[UpstreamRequest]:
         """One for each prompt."""
-        context, endpoint, name = self._context, request.endpoint, request.request_id
-        bodies = split(endpoint, request.body)
-        upstreams = []
-        for index, (body, held) in enumerate(zip(bodies, request.held.parts(bodies), strict=True)):
-            own_name = f"{name}-{index}" if len(bodies) > 1 else name
-            facts = await self._prompts.facts(body)
-            text = None if context.prefix_source is None else facts.text
-            sub_request = SubRequest(request, held, shape(endpoint, body, facts, request.fields), own_name, index, text)
-            prompt = record.further_prompt() if index else record.first
-            upstreams.append(UpstreamRequest(context, sub_request, prompt))
+        context, name, upstreams = self._context, request.request_id, []
+        prompts = [*request.prompts] or await self._read(request)
+        request.prompts.clear()
+        bodies = request.held.parts([prompt.body for prompt in prompts])
+        for index, (prompt, held) in enumerate(zip(prompts, bodies, strict=True)):
+            own_name = f"{name}-{index}" if len(prompts) > 1 else name
+            sub_request = SubRequest(request, held, prompt.shape, own_name, index, prompt.text)
+            prompt_record = record.further_prompt() if index else record.first
+            upstreams.append(UpstreamRequest(context, sub_request, prompt_record))
         self._recorder.understood(record, [upstream.sub_request for upstream in upstreams])
         return upstreams
+
+    async def _read(self, request: ClientRequest) -> list[ReadPrompt]:
+        """The prompts of a request, each read as far as plans need it."""
+        endpoint, prompts = request.endpoint, []
+        for body in split(endpoint, request.body):
+            facts = await self._prompts.facts(body)
+            text = None if self._context.prefix_source is None else facts.text
+            prompts.append(ReadPrompt(body, shape(endpoint, body, facts, request.fields), text))
+        return prompts
 
 
 async def _merged_answer(upstreams: Sequence[UpstreamRequest], width: int) -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 
 import pytest
 
@@ -110,3 +111,16 @@ async def test_gathering_keeps_order_and_width() -> None:
     parts = [functools.partial(run, number) for number in range(8)]
     assert await gather_bounded(parts, 3) == list(range(8))
     assert most == 3
+
+
+async def test_prompts_that_were_read_for_their_length_are_answered_and_dropped() -> None:
+    cluster = FakeCluster()
+    request = cluster.request(COMPLETIONS, _body(stream=False))
+    tokens, _ = await cluster.orchestrator.expected_tokens(request)
+    assert tokens == sum(-(-len(prompt) // 4) for prompt in PROMPTS)
+    assert [prompt.shape.prompt_tokens for prompt in request.prompts] == [-(-len(prompt) // 4) for prompt in PROMPTS]
+    reply = await cluster.orchestrator.answer(request)
+    assert isinstance(reply.body, bytes)
+    assert {choice["index"]: choice["text"] for choice in json.loads(reply.body)["choices"]} == RIGHT
+    assert request.prompts == []
+    await cluster.settle()
