@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
@@ -53,6 +54,7 @@ _PLAIN = frozenset({int, float, bool, type(None)})
 _BARE = re.compile(r"[!#-<>-\[\]-~]*").fullmatch
 """Text that logfmt needs no quotes for: printable ASCII without space, quotation mark, equals sign and backslash."""
 _MOST_REMEMBERED, _REMEMBERED_LENGTH = 1000, 100
+_MOST_LAYOUTS = 100
 _NOT_IN_NAMES = re.compile(r"[^!#-<>-\[\]-~]")
 
 Value = str | int | float | bool | None
@@ -110,6 +112,19 @@ class Written(dict[str, str]):
         return made
 
 
+class Layout(NamedTuple):
+    """How fields of some names are written: a template, and the names whose values it takes."""
+
+    template: str
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: tuple[str, ...]) -> "Layout":
+        """Of all these names but those that every record has."""
+        own = tuple(name for name in names if name not in _STANDARD)
+        return cls("".join([f" {_field_name(name).replace('%', '%%')}=%s" for name in own]), own)
+
+
 class TextFormatter(LineFormatter):
     """logfmt, with the same fields: ``time=… level=info logger=pdproxy message="request ended" key=value``.
 
@@ -118,22 +133,18 @@ class TextFormatter(LineFormatter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._names = Written(lambda name: "" if name in _STANDARD else _field_name(name))
+        self._layout = functools.lru_cache(maxsize=_MOST_LAYOUTS)(Layout.of)
         self._texts = Written(lambda text: _logfmt(_cut(text)))
 
     def format(self, record: logging.LogRecord) -> str:
-        message, names, texts = _cut(record.getMessage(), 2 * LONGEST_VALUE), self._names, self._texts
+        message, texts = _cut(record.getMessage(), 2 * LONGEST_VALUE), self._texts
         line = f"time={_time(record)} {_head(record.levelname, record.name, message)}"
         # In one go, and without `extras`: it is done for each request.
         for more in (record.__dict__, trace_ids()):
             if more:
-                line += "".join(
-                    [
-                        f" {shown}={value if type(value) in _PLAIN else texts[str(value)]}"
-                        for name, value in more.items()
-                        if (shown := names[name])
-                    ]
-                )
+                template, names = self._layout(tuple(more))
+                values = map(more.__getitem__, names)
+                line += template % tuple([value if type(value) in _PLAIN else texts[str(value)] for value in values])
         trace = self.traceback(record) if record.exc_info or record.stack_info else ""
         return f"{line} exception={json.dumps(trace)}" if trace else line
 
