@@ -64,13 +64,14 @@ class ConnectionPool:
     def give_back(self, connection: H1Connection) -> None:
         """Keep a connection for the next request if it can carry one, else close it."""
         stack = self._idle.setdefault(connection.origin, [])
-        if connection not in self.open or not connection.is_reusable or len(stack) >= _MOST:
+        if len(stack) >= _MOST or connection not in self.open or not connection.is_reusable:
             connection.abort()
             return
         connection.rest()
         connection.idle_since = self._clock.now()
         stack.append(connection)
-        self._sweep_later()
+        if self._sweeper is None:
+            self._sweep_later()
 
     def forget(self, connection: H1Connection) -> None:
         """Drop a connection that is closed."""
@@ -90,8 +91,7 @@ class ConnectionPool:
         self.open.clear()
 
     def _sweep_later(self) -> None:
-        if self._sweeper is None:
-            self._sweeper = asyncio.get_running_loop().call_later(KEEP, self._sweep)
+        self._sweeper = asyncio.get_running_loop().call_later(KEEP, self._sweep)
 
     def _sweep(self) -> None:
         self._sweeper = None

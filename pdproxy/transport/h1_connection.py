@@ -135,8 +135,10 @@ class H1Connection(asyncio.Protocol):
     @property
     def is_reusable(self) -> bool:
         """Whether the exchange is over on both sides, and another may follow."""
-        written = self._transport is not None and self._transport.get_write_buffer_size() == 0
-        return self.answer.reusable and written and not self.lost
+        transport = self._transport
+        if transport is None or not self.answer.reusable or transport.is_closing():
+            return False
+        return transport.get_write_buffer_size() == 0
 
     @property
     def quiet(self) -> bool:
