@@ -120,7 +120,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, names: tuple[str, ...]) -> "Layout":
-        """Of all these names but those that every record has."""
+        """Make the layout of all these names but those that every record has."""
         own = tuple(name for name in names if name not in _STANDARD)
         return cls("".join([f" {_field_name(name).replace('%', '%%')}=%s" for name in own]), own)
 

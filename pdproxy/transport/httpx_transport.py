@@ -170,7 +170,7 @@ class HttpxResponse:
         return timeout_fault(Fault.STALL, self._where, None if overdue else self._wait)
 
     def take_whole(self) -> bytes | None:
-        """It is read piece by piece."""
+        """Nothing: its pieces are read one by one."""
         return None
 
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:

@@ -105,7 +105,7 @@ class MemoryResponse:
                 self._ended = True
 
     def take_whole(self) -> bytes | None:
-        """It is read piece by piece."""
+        """Nothing: its pieces are read one by one."""
         return None
 
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:

@@ -47,7 +47,7 @@ class Answer:
             raise self.fault
 
     def take_whole(self) -> bytes | None:
-        """It is read piece by piece."""
+        """Nothing: its pieces are read one by one."""
         return None
 
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:

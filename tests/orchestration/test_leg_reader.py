@@ -150,7 +150,7 @@ class Pieces:
         raise StopAsyncIteration
 
     def take_whole(self) -> bytes | None:
-        """It is read piece by piece."""
+        """Nothing: its pieces are read one by one."""
         return None
 
     async def pipe_to(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> None:

@@ -111,3 +111,20 @@ async def test_interim_answers_are_passed_over(transport: H1Transport) -> None:
         assert response.headers == (("content-length", "5"),)
         assert await read_to_end(response, 5) == b"final"
         await response.aclose()
+
+
+async def test_a_body_that_is_not_complete_is_read_piece_by_piece(transport: H1Transport) -> None:
+    read = asyncio.Event()
+
+    async def in_two(visit: Visit) -> None:
+        await visit.request()
+        await visit.say(answer(b"yes")[:-2])
+        await read.wait()
+        await visit.say(b"es")
+
+    async with peer(in_two) as there:
+        response = await transport.send(post(there), PATIENT)
+        assert response.take_whole() is None
+        read.set()
+        assert await read_to_end(response, 3) == b"yes"
+        await response.aclose()

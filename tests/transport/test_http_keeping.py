@@ -7,7 +7,7 @@ import socket
 import msgspec
 
 from pdproxy.transport.h1_client import AT_WORK, KEEP, H1Transport
-from tests.transport.asking import HandClock, ask, post
+from tests.transport.asking import PATIENT, HandClock, ask, post
 from tests.transport.peer import Script, Visit, always, answer, hanging_up_after, peer, saying
 
 
@@ -129,3 +129,13 @@ async def test_an_early_answer_is_read_though_the_request_is_still_being_written
     async with peer(refuses, always(b"second")) as there:
         assert await ask(transport, post(there, b"x" * 2**24)) == (413, b"too much")
         assert await ask(transport, post(there)) == (200, b"second")
+
+
+async def test_a_body_that_is_here_with_its_head_is_taken_as_a_whole(transport: H1Transport) -> None:
+    async with peer(always(b"yes")) as there:
+        response = await transport.send(post(there), PATIENT)
+        assert response.take_whole() == b"yes"
+        assert [piece async for piece in response] == []
+        await response.aclose()
+        assert await ask(transport, post(there)) == (200, b"yes")
+        assert len(there.visits) == 1
