@@ -7,6 +7,8 @@ which generators on a CPU do not have: "CPU Generator does not use offset" ends 
 the node. A hybrid model's prompt is computed in chunks whenever it is longer than a block, so one client's `seed` is
 enough.
 
+Here their generators can be set back (`RewindableGenerator`): to where they stood when the step began.
+
 *Resumed requests* (`resumed_requests`). vLLM's V1 runner takes every request that is new to it for one without output
 tokens, and its generator for unused. Here such a request has its output tokens before it enters the batch, where
 penalties, minimum length, bad words and logits processors look for them; and its generator has given
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -28,40 +29,62 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-    from vllm.v1.outputs import SamplerOutput
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 
+class RewindableGenerator(torch.Generator):
+    """A CPU's generator that vLLM can set back as it does a GPU's: by its offset, to before the numbers that a
+    discarded token took. These are all the numbers of a step: it goes back to where `mark` found it."""
+
+    _marked: torch.Tensor
+
+    @classmethod
+    def like(cls, generator: torch.Generator) -> RewindableGenerator:
+        """With the same numbers to come."""
+        made = cls(device=generator.device)
+        made.set_state(generator.get_state())
+        return made
+
+    def mark(self) -> None:
+        """A step begins."""
+        self._marked = self.get_state()
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> RewindableGenerator:  # noqa: ARG002 - torch names the argument
+        self.set_state(self._marked)
+        return self
+
+
 class SeededCPURunner(CPUModelRunner):
-    """Sets generators back to their saved state, and gives resumed requests theirs.
+    """Gives seeded requests generators that can be set back, and resumed requests theirs.
 
     So a seed gives the same answer whether the prompt was computed in chunks, at once, or not at all, and whether one
     node computed the answer or two.
     """
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Callable[..., Any] | None:
-        """As vLLM does, with the output tokens of new requests that have some."""
-        outputs = {
-            each.req_id: each_outputs
-            for each in scheduler_output.scheduled_new_reqs
-            if (each_outputs := _outputs(each))
-        }
+        """As vLLM does, with our generators, and with the output tokens of new requests that have some."""
+        outputs = {each.req_id: _outputs(each) for each in scheduler_output.scheduled_new_reqs}
         batch = self.input_batch
         stock = batch.add_request
 
         def add_request(request: CachedRequestState) -> int:
-            self._resume(request, outputs.pop(request.req_id, []))
+            if request.generator is not None and not isinstance(request.generator, RewindableGenerator):
+                request.generator = RewindableGenerator.like(request.generator)
+            self._resume(request, outputs.get(request.req_id, []))
             return int(stock(request))
 
-        if outputs:
-            # vLLM makes the request's state and adds it to the batch in one method.
-            batch.add_request = add_request
+        # vLLM makes the request's state and adds it to the batch in one method.
+        batch.add_request = add_request
         try:
             finish: Callable[..., Any] | None = super()._update_states(scheduler_output)
-            return finish
         finally:
-            batch.__dict__.pop("add_request", None)
+            del batch.add_request
+        for generator in batch.generators.values():
+            generator.mark()
+        return finish
 
     def _resume(self, request: CachedRequestState, token_ids: list[int]) -> None:
         request.output_token_ids.extend(token_ids)
@@ -79,36 +102,6 @@ class SeededCPURunner(CPUModelRunner):
             logits = torch.zeros(1, self.input_batch.vocab_size)
             sampler.forward(logits, {0: generator}, None, None)
 
-    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
-        before = [(generator, generator.get_state()) for generator in self._discarded()]
-        sampled = super()._sample(logits, spec_decode_metadata)
-        for generator, state in before:
-            generator.set_state(state)
-        return sampled
-
-    def _bookkeeping_sync(
-        self,
-        scheduler_output: SchedulerOutput,
-        sampler_output: SamplerOutput,
-        logits: torch.Tensor | None,
-        hidden_states: torch.Tensor,
-        num_scheduled_tokens: int,
-    ) -> Any:
-        """As vLLM does, without the generators: it would read their offsets."""
-        generators, self.input_batch.generators = self.input_batch.generators, {}
-        try:
-            return super()._bookkeeping_sync(
-                scheduler_output, sampler_output, logits, hidden_states, num_scheduled_tokens
-            )
-        finally:
-            self.input_batch.generators = generators
-
-    def _discarded(self) -> list[torch.Generator]:
-        """The generators of requests whose sample of this step is discarded."""
-        discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
-        generators = self.input_batch.generators
-        return [generators[index] for index in map(int, discarded) if index in generators]
-
 
 def _outputs(request: NewRequestData) -> list[int]:
     """The output tokens of a request that is new to the worker: those after its prompt, which only `resumed_requests`
@@ -123,5 +116,5 @@ class SeededCPUWorker(CPUWorker):
         transfer = self.vllm_config.kv_transfer_config
         require_tested(None if transfer is None else transfer.kv_connector_extra_config)
         super().init_device()
-        if not self.use_v2_model_runner:
+        if not self.vllm_config.use_v2_model_runner:
             self.model_runner = SeededCPURunner(self.vllm_config, self.device)

@@ -73,7 +73,6 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.interface import SchedulerInterface
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.core import EngineCore
@@ -243,7 +242,7 @@ def _drop_duplicate(scheduler: Scheduler, request: Request) -> None:
         side.counters.duplicate_request()
 
 
-def _our_sides(scheduler: SchedulerInterface) -> list[ConnectorScheduler]:
+def _our_sides(scheduler: Scheduler) -> list[ConnectorScheduler]:
     """Our connector's scheduler side; with several connectors on the node, that of each of them that is ours."""
     connector = scheduler.get_kv_connector()
     every = (each for each in getattr(connector, "sub_connectors", (connector,)) if isinstance(each, NixlConnector))

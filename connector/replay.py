@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import FINISH_REASON_STRINGS, EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.outputs import LogprobsLists
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 GROUPS_AT_ONCE = 32
 """Replayed before others have their turn: some milliseconds. A node that goes on with a long stream serves others."""
-REASONS = {reason: FinishReason(at) for at, reason in enumerate(FINISH_REASON_STRINGS)}
+REASONS = {str(reason): reason for reason in FinishReason}
 
 
 class View:

@@ -144,6 +144,7 @@ class WorkerBase(NixlPullConnectorWorker):
     ) -> None:
         # Before vLLM's own: its `__del__` calls `shutdown`, which needs the verifier, also after a failed start.
         self._liveness = LivenessSocket(os.environ.get(NODE_ID, ""))
+        self._engine_id = engine_id
         self._verifier = Verifier(config.verify_timeout, metadata_timeout=config.probe_timeout, keys=config.keys)
         self._peer_engines = PeerEngines()
         self._deferred: dict[str, ReqMeta] = {}
@@ -161,7 +162,8 @@ class WorkerBase(NixlPullConnectorWorker):
         if delay is None:
             delay = CPU_PROGRESS_DELAY if self.device_type == "cpu" else 0.0
         if delay and self.nixl_backends == ["UCX"]:  # before anything is registered with the agent
-            self.nixl_wrapper = LowCpuNixlAgent(self.kv_transfer_config.get_from_extra_config("num_threads", 4), delay)
+            extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+            self.nixl_wrapper = LowCpuNixlAgent(extra.get("num_threads", 4), delay)
         self._liveness.open()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -400,7 +402,7 @@ class WorkerBase(NixlPullConnectorWorker):
         while not self._failed_handshakes.empty():
             engine_id, failure = self._failed_handshakes.get()
             self._peer_engines.on_handshake_failed(engine_id, failure, time.monotonic())
-            if engine_id != self.engine_id:  # whose entries every read needs
+            if engine_id != self._engine_id:  # whose entries every read needs
                 self._half_loaded.add(engine_id)
         if self._handshake_futures:
             return

@@ -1,4 +1,5 @@
-"""On a CPU a seed's random numbers go on where they stood: as many are drawn as vLLM's sampler drew for the tokens."""
+"""On a CPU a seed's random numbers go on where they stood: as many are drawn as vLLM's sampler drew for the tokens, and
+those of a discarded token are drawn again."""
 
 from __future__ import annotations
 
@@ -67,10 +68,14 @@ class Batch:
 
     def __init__(self) -> None:
         self.added: list[tuple[str, list[int]]] = []
+        self.generators: dict[int, Any] = {}
 
     def add_request(self, request: Any) -> int:
+        index = len(self.added)
         self.added.append((request.req_id, list(request.output_token_ids)))
-        return len(self.added) - 1
+        if request.generator is not None:
+            self.generators[index] = request.generator
+        return index
 
 
 def new(name: str, old: list[int] | None) -> NewRequestData:
@@ -78,23 +83,72 @@ def new(name: str, old: list[int] | None) -> NewRequestData:
                           prefill_token_ids=None if old is None else [1, 2, 3, *old])  # fmt: skip
 
 
-def test_requests_enter_the_batch_with_what_they_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [new("plain", None), new("resumed", [7, 8]), new("at its start", [])]
+class Steps:
+    """A runner's steps, of whose plan vLLM makes the states of requests; `seeded` have generators."""
 
-    def stock(self: Any, plan: Any) -> str:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runner = runner(TopKTopPSampler())
+        self.runner.input_batch = self.batch = Batch()
+        self._states: dict[str, Any] = {}
+        monkeypatch.setattr(CPUModelRunner, "_update_states", self._stock)
+
+    def _stock(self, plan: Any) -> str:
         for each in plan.scheduled_new_reqs:
-            self.input_batch.add_request(SimpleNamespace(req_id=each.req_id, output_token_ids=[], generator=drawn))
+            self._states[each.req_id] = SimpleNamespace(req_id=each.req_id, output_token_ids=[], generator=generator())
+        for name in (*(each.req_id for each in plan.scheduled_new_reqs), *plan.again):
+            self.batch.add_request(self._states[name])
         return "what vLLM answers"
 
-    drawn, expected = generator(), generator()
-    monkeypatch.setattr(CPUModelRunner, "_update_states", stock)
-    made = runner(TopKTopPSampler())
-    made.input_batch = Batch()
-    assert made._update_states(SimpleNamespace(scheduled_new_reqs=requests)) == "what vLLM answers"
-    assert made.input_batch.added == [("plain", []), ("resumed", [7, 8]), ("at its start", [])]
-    made._draw(expected, 2)
-    assert torch.equal(drawn.get_state(), expected.get_state())
-    assert "add_request" not in vars(made.input_batch)
+    def step(self, *requests: NewRequestData, again: tuple[str, ...] = ()) -> Any:
+        """`again`: preempted ones, which enter the batch with the state that they had."""
+        return self.runner._update_states(SimpleNamespace(scheduled_new_reqs=requests, again=again))
+
+    def sample(self, index: int) -> None:
+        TopKTopPSampler()(torch.randn(index + 1, VOCABULARY), {index: self.batch.generators[index]}, None, None)
+
+    def discard(self, index: int) -> None:
+        """As vLLM's `_bookkeeping_sync` does."""
+        drawn = self.batch.generators[index]
+        drawn.set_offset(drawn.get_offset() - 4)
+
+    def stands_after(self, index: int, tokens: int) -> bool:
+        expected = generator()
+        self.runner._draw(expected, tokens)
+        return bool(torch.equal(self.batch.generators[index].get_state(), expected.get_state()))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(monkeypatch)
+
+
+def test_requests_enter_the_batch_with_what_they_had(steps: Steps) -> None:
+    answer = steps.step(new("plain", None), new("resumed", [7, 8]), new("at its start", []))
+    assert answer == "what vLLM answers"
+    assert steps.batch.added == [("plain", []), ("resumed", [7, 8]), ("at its start", [])]
+    assert [steps.stands_after(index, tokens) for index, tokens in enumerate((0, 2, 0))] == [True, True, True]
+    assert "add_request" not in vars(steps.batch)
+
+
+@pytest.mark.parametrize("old", [None, [7, 8]])
+def test_a_discarded_token_takes_no_numbers(steps: Steps, old: list[int] | None) -> None:
+    steps.step(new("chunks", old))
+    for _ in range(3):
+        steps.sample(0)
+        assert not steps.stands_after(0, len(old or []))
+        steps.discard(0)
+        assert steps.stands_after(0, len(old or []))
+        steps.step()
+
+
+def test_a_preempted_request_goes_on_where_it_stood(steps: Steps) -> None:
+    """Its prompt and what it has are computed again, in chunks, whose tokens are discarded."""
+    steps.step(new("preempted", None))
+    steps.sample(0)
+    steps.step(again=("preempted",))
+    steps.sample(1)
+    steps.discard(1)
+    assert steps.stands_after(1, 1)
 
 
 def test_the_node_s_label_names_this_worker() -> None:

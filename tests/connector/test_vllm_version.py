@@ -89,7 +89,7 @@ def test_a_setting_that_is_no_boolean_is_refused(untested: str, value: Any) -> N
 def configured(extra: dict[str, Any]) -> Any:
     """As much of vLLM's configuration as is looked at before the version is checked."""
     transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_consumer", kv_connector_extra_config=extra)
-    return SimpleNamespace(kv_transfer_config=transfer)
+    return SimpleNamespace(kv_transfer_config=transfer, use_v2_model_runner=True)
 
 
 @pytest.mark.parametrize("connector", [NixlConnector, WeightedMultiConnector])
@@ -108,7 +108,6 @@ def test_a_cpu_worker_does_not_start_on_another_version(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(CPUWorker, "init_device", init_device)
     worker = SeededCPUWorker.__new__(SeededCPUWorker)
-    worker.use_v2_model_runner = True
     for config in (configured({}), SimpleNamespace(kv_transfer_config=None)):
         worker.vllm_config = config
         with pytest.raises(ConfigError, match=untested.replace("+", r"\+")):

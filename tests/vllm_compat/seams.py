@@ -52,7 +52,7 @@ FEATURES: Mapping[str, str] = {
 OVERRIDES: Mapping[str, str] = {
     "vllm.plugins.endpoint_plugins.interface:EndpointPlugin": "attach_router init_state",
     "vllm.v1.worker.cpu_worker:CPUWorker": "init_device",
-    CPU_RUNNER: "_bookkeeping_sync _sample _update_states",
+    CPU_RUNNER: "_update_states",
     PROM_METRICS: "__init__ observe",
     f"{MULTI}:MultiConnector": "__init__ bind_connector_metadata bind_kv_cache_manager build_connector_meta "
     "build_connector_worker_meta build_kv_connector_stats build_prom_metrics get_block_ids_with_load_errors "
@@ -241,6 +241,12 @@ INSIDES: tuple[Inside, ...] = (
         f"{CPU_RUNNER}._update_states",
         "a new request gets its output tokens after its state is made and before the batch has read it",
         ("self.input_batch.add_request(request)",),
+    ),
+    Inside(
+        CPU,
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
+        "a discarded token's random numbers are taken back by the generator's offset alone",
+        ("gen.set_offset(gen.get_offset() - 4)",),
     ),
     Inside(
         CPU,
