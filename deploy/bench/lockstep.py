@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from deploy.bench.load import Client, Loaded, Plan
-from deploy.bench.node import BACKLOG, Book, Connection, Pacer, Writes
+from deploy.bench.node import BACKLOG, Book, Connection, Pacer, Writes, addresses
 from deploy.bench.peers import Peer, Ports
 from deploy.bench.rounds import BenchError
 from deploy.bench.script import Line, expected, request
@@ -72,19 +72,20 @@ class Counted(NamedTuple):
     seconds: float = 0.0
 
 
-async def counted(peer: Peer, line: Line, requests: int, idle: float = 0.0) -> Counted:
-    """A proxy's start, one request that shows that it is ready, these, some idle seconds, and its end.
+async def counted(peer: Peer, line: Line, requests: int, idle: float = 0.0, pairs: int = 1) -> Counted:
+    """A proxy's start, one request that shows that it is ready, these, some idle seconds, and its end. ``pairs``: how
+    many nodes of each role there are, each at an address of its own.
 
     Raises:
         BenchError: the proxy was not ready, or an answer was wrong.
     """
     lockstep = Lockstep()
     ports = Ports(*free_ports(4))
-    nodes = [await _node(lockstep, port) for port in (ports.prefill, ports.decode)]
-    with TemporaryDirectory(dir=RUNS) as folder, Supervisor(Path(folder)) as supervisor:
+    nodes = [await _node(lockstep, port, pairs) for port in (ports.prefill, ports.decode)]
+    with TemporaryDirectory(dir=RUNS) as folder, Supervisor(Path(folder), PATIENCE) as supervisor:
         counts = Path(folder) / "counts"
         valgrind = ["valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
-        command = [*valgrind, f"--log-file={counts}", *peer.command(ports)]
+        command = [*valgrind, f"--log-file={counts}", *peer.command(ports), *_more_nodes(ports, pairs)]
         part = supervisor.start(peer.name, command, inherited(), ROOT)
         await _ready(part, ports.clients, lockstep)
         loaded = await _ask(ports.clients, line, requests, lockstep) if requests else Loaded()
@@ -99,9 +100,18 @@ async def counted(peer: Peer, line: Line, requests: int, idle: float = 0.0) -> C
     return Counted(int(found[1].replace(",", "")), loaded.pieces, loaded.seconds)
 
 
-async def _node(lockstep: Lockstep, port: int) -> asyncio.Server:
+async def _node(lockstep: Lockstep, port: int, count: int) -> asyncio.Server:
     book, loop = Book(), asyncio.get_running_loop()
-    return await loop.create_server(lambda: Connection(book, lockstep), "127.0.0.1", port, backlog=BACKLOG)
+    return await loop.create_server(lambda: Connection(book, lockstep), addresses(count), port, backlog=BACKLOG)
+
+
+def _more_nodes(ports: Ports, pairs: int) -> list[str]:
+    """The flags that name all nodes but the first ones."""
+    names = [
+        (("--prefill", f"http://{address}:{ports.prefill}"), ("--decode", f"http://{address}:{ports.decode}"))
+        for address in addresses(pairs)[1:]
+    ]
+    return [word for pair in names for flag in pair for word in flag]
 
 
 async def _ready(part: Part, port: int, lockstep: Lockstep) -> None:

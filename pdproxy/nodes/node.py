@@ -247,6 +247,7 @@ class NodeView:
         places: the load of each data-parallel rank.
         name: of the node.
         lightest: the place with the fewest tokens to compute, and of these the fewest legs.
+        spot: the node and this place.
         room: the weight that it may use now.
         load: what its legs would be with one more, per unit of ``room``.
     """
@@ -263,6 +264,7 @@ class NodeView:
     places: list[PlaceLoad] = dataclasses.field(default_factory=lambda: [PlaceLoad()])
     name: str = dataclasses.field(init=False)
     lightest: PlaceLoad = dataclasses.field(init=False)
+    spot: "Spot" = dataclasses.field(init=False, repr=False)
     room: float = dataclasses.field(init=False)
     load: float = dataclasses.field(init=False)
 
@@ -276,6 +278,7 @@ class NodeView:
         ranks = len(self.places)
         self.places = [*self.places[: node.ranks], *map(PlaceLoad, range(ranks, node.ranks))]
         self.lightest = self.places[0]
+        self.spot = self, self.lightest
         self.room = node.weight * share
         for place in self.places:
             self.changed(place)
@@ -287,6 +290,7 @@ class NodeView:
         place.crowd = capacity.crowd(place, self.node.ranks) if capacity is not None and place.sequences else place.legs
         if len(self.places) > 1:
             self.lightest = min(self.places, key=_LIGHTEST)
+            self.spot = self, self.lightest
 
     def place(self, rank: int | None) -> PlaceLoad:
         """The place of a rank. Where none is named, vLLM chooses: the one with the fewest legs, as far as is known."""

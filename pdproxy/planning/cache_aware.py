@@ -13,7 +13,9 @@ prompt is computed where few streams run, and an answer is generated where few p
 import dataclasses
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress, repeat
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -50,7 +52,7 @@ FIRST_TURN = 0.6
 """The part of `CacheAware.itl_budget` for the first turn that a decode place computes, where a prefill place could
 resume as far: the next turn is about as long, and where that one is over the budget, a prefill place computes both."""
 _Priced: TypeAlias = tuple[Price, Spot, Hit]
-_SCORE, _RECENT = operator.attrgetter("score"), operator.attrgetter("recent")
+_SCORE, _RECENT, _SPOT = operator.attrgetter("score"), operator.attrgetter("recent"), operator.attrgetter("spot")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,7 +221,7 @@ class Comparison:
     def all_estimates(self, cost: Cost, views: Sequence[NodeView], hits: Hits) -> list[Estimate]:
         """The cost of the places that have something cached, and of the lightest rank of each other node."""
         known = {view.name for spots in hits.values() for view, _ in spots}
-        fresh = [(view, view.lightest) for view in views if view.name not in known]
+        fresh = [view.spot for view in views if view.name not in known]
         return _estimates(cost, [*hits.items(), (NO_HIT, fresh)])
 
     def best(self, cost: Cost, views: Sequence[NodeView], hits: Hits, turn: int) -> Estimate | None:
@@ -230,21 +232,24 @@ class Comparison:
         if needs.prefix is None and needs.session is not None:
             hits = self._guessed(views, needs.session)
         if len(views) == 1 and len(views[0].places) == 1:  # nothing to compare
-            return _estimate(cost, (views[0], views[0].lightest), next(iter(hits), NO_HIT))
+            return _estimate(cost, views[0].spot, next(iter(hits), NO_HIT))
         priced = [(hit, spots, cost.prices(hit, spots)) for hit, spots in hits.items()]
-        least = min([min(prices)[0] for _, _, prices in priced], default=math.inf)
-        if self._may_be_fresh(cost, views, hits, least):
-            fresh = [(view, view.lightest) for view in views]
+        least = math.inf
+        for _, _, prices in priced:
+            least = min(least, min(prices)[0])
+        if not hits or self._may_be_fresh(cost, views, hits, least):
+            fresh = list(map(_SPOT, views))
             prices = cost.prices(NO_HIT, fresh)
             least = min(least, min(prices)[0])
             priced.append((NO_HIT, fresh, prices))
+        near: list[_Priced] = []
         most = _near(least)
-        near = [
-            (price, spot, hit)
-            for hit, spots, prices in priced
-            for price, spot in zip(prices, spots, strict=True)
-            if price[0] <= most
-        ]
+        for hit, spots, prices in priced:
+            if len(prices) > 1:
+                cheap = map((most, math.inf).__ge__, prices)  # no step of ours for each of many nodes
+                near += compress(zip(prices, spots, repeat(hit)), cheap)
+            elif prices[0][0] <= most:
+                near.append((prices[0], spots[0], hit))
         price, spot, hit = near[0] if len(near) == 1 else self._one_of(near, turn)
         if hit is NO_HIT and hits:  # its lightest rank may have something cached after all, where that hardly matters
             return _estimate(cost, spot, self._hit_at(cost.role, spot))
@@ -252,11 +257,9 @@ class Comparison:
 
     def _may_be_fresh(self, cost: Cost, views: Sequence[NodeView], hits: Hits, least: float) -> bool:
         """Whether a place that has nothing cached may cost as little as the best one of the others."""
-        if not hits:
-            return True
         if self.candidates.lone_ranks and sum(map(len, hits.values())) == len(views):
             return False  # there is none
-        return len(views) <= FEW or _near(least) >= cost.least_fresh(views, self.candidates.heaviest(cost.role))
+        return _near(least) >= cost.least_fresh(views, self.candidates.heaviest(cost.role))
 
     def _one_of(self, near: list[_Priced], turn: int) -> _Priced:
         """One place of those that cost nearly the same. A node that has something cached is there once."""
@@ -362,15 +365,10 @@ def _by_role(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Role,
 
 
 def _of_role(spots: Mapping[tuple[str, int], Spot], hits: Mapping[Place, Hit]) -> Hits:
-    found: dict[Hit, list[Spot]] = {}
-    for place, hit in hits.items():
-        spot = spots.get(place)
+    found: defaultdict[Hit, list[Spot]] = defaultdict(list)
+    for spot, hit in zip(map(spots.get, hits), hits.values(), strict=True):
         if spot is not None:
-            alike = found.get(hit)
-            if alike is None:
-                found[hit] = [spot]
-            else:
-                alike.append(spot)
+            found[hit].append(spot)
     return found
 
 

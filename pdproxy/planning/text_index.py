@@ -138,8 +138,9 @@ class TextIndex:
         if len(path[0].met) > len(depths):  # for who met any mark met the first
             _add_shallower(depths, path, oldest)
         states = _deepest_states(path, depths, oldest)
-        tokens = {end: self.tokens(chain, end) for end in {*depths.values(), *states.values()}}
-        tokens[0] = 0
+        tokens = {0: 0}
+        for end in {*depths.values(), *states.values()}:
+            tokens[end] = path[end - 1].tokens or self.tokens(chain, end)
         state_of = states.get
         return {place: Hit(tokens[end], tokens[state_of(place, 0)]) for place, end in depths.items()}
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from deploy.bench.calls import Counted, counting
 from pdproxy.background import Background
 from pdproxy.errors import Fault
 from pdproxy.events.places import scheme_of
@@ -298,3 +299,15 @@ async def test_how_long_blocks_stay_is_told_by_what_a_place_stores() -> None:
     found = await world.source.look_up(request())
     assert found is not None
     assert found.stays == {Place("p0"): pytest.approx(100 * REMEMBERED_SECONDS / 10)}
+
+
+async def test_a_look_up_takes_no_step_for_each_node_that_has_nothing() -> None:
+    bytecodes = []
+    for prefills in (2, 40):
+        world = World(prefills)
+        world.caches_prompt("p0")
+        await world.source.look_up(request(IDS))  # works out which nodes there are
+        with counting(counted := Counted()):
+            await world.source.look_up(request(IDS))
+        bytecodes.append(counted.bytecodes.total())
+    assert bytecodes[0] == bytecodes[1]

@@ -1,15 +1,14 @@
 """The cost of a plan does not grow with the nodes, but for the interpreter's own loops; and it stays the same plan."""
 
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.bench.plan_cost import pool_of, requests
+from deploy.bench.calls import Counted, counting
+from deploy.bench.plan_cost import CachedPrompts, pool_of, requests
 from pdproxy.nodes.load import Load, Work
 from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, PoolState, Role, State
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
@@ -18,26 +17,11 @@ from pdproxy.planning.cost import Cost
 from pdproxy.planning.plan import LEAST_LOADED, Candidates, PlanPolicy
 from pdproxy.planning.plan_types import PlanInput
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from tests.fakes.calls import calls
 from tests.fakes.views import view_of
 
 MOST_CALLS = 120
 """Python functions that one request's plan and its two legs call."""
-
-
-def calls(step: Callable[[], None]) -> int:
-    """How many Python functions a step enters."""
-    entered = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal entered
-        entered += event == "call"
-
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return entered
 
 
 def calls_of_a_plan(nodes: int) -> int:
@@ -51,6 +35,31 @@ def test_a_plan_of_many_nodes_calls_no_more_functions_than_one_of_few() -> None:
     few, many = calls_of_a_plan(100), calls_of_a_plan(800)
     assert few == many
     assert many <= MOST_CALLS
+
+
+def bytecodes_of_a_plan(nodes: int, cached_on: int) -> int:
+    """The fewest of some plans by what is cached on so many places of each role; some meet a rare step of learning."""
+    pool, found = pool_of(nodes), list[int]()
+    steps = requests(pool, PlanPolicy(CacheAware(0.0)), CachedPrompts(pool, cached_on))
+    for _ in range(3 * nodes):
+        next(steps)
+    for _ in range(8):
+        with counting(counted := Counted()):
+            next(steps)
+        found.append(counted.bytecodes.total())
+    return min(found)
+
+
+@pytest.mark.parametrize(("cached_on", "most"), [(0, 40), (4, 40), (1000, 65)])
+def test_a_plan_by_what_is_cached_takes_few_steps_for_each_further_node(cached_on: int, most: int) -> None:
+    """Bytecodes; a whole request takes 12,000 and more."""
+    few, many = bytecodes_of_a_plan(20, cached_on), bytecodes_of_a_plan(120, cached_on)
+    assert many - few < most * 100
+
+
+def test_to_find_silent_nodes_calls_no_function_for_each_node() -> None:
+    few, many = pool_of(2), pool_of(200)
+    assert calls(lambda: few.silent(0.0)) == calls(lambda: many.silent(0.0))
 
 
 def view(name: str, active: int, weight: float = 1.0) -> NodeView:
@@ -89,7 +98,7 @@ def test_the_lightest_allowed_pair_is_found_without_trying_all(
 def test_bars_do_not_make_a_plan_try_all_pairs(barred: int) -> None:
     prefills, decodes = ([view(f"{role}{index}", 0) for index in range(300)] for role in "pd")
     bars = Bars({(f"p{index}", "d0"): "" for index in range(barred)})
-    entered = calls(lambda: lightest_allowed_pair(prefills, decodes, bars, 7) and None)
+    entered = calls(lambda: lightest_allowed_pair(prefills, decodes, bars, 7))
     assert entered < 10 * len(prefills), "of 90,000 pairs"
 
 
