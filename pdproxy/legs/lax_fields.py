@@ -116,12 +116,6 @@ def read_fields(endpoint: Endpoint, body: Json) -> dict[str, Any]:
     return {name: _read(kinds[name], name, body[name]) for name in filter(kinds.__contains__, body)}
 
 
-def read_field(endpoint: Endpoint, body: Json, name: str) -> Any:
-    """One of these; None where a body, or the endpoint, does not have it. Raises as `read_fields`."""
-    kind = FIELDS[endpoint].get(name) if name in body else None
-    return None if kind is None else _read(kind, name, body[name])
-
-
 def _read(kind: _FieldType, name: str, value: object) -> object:
     read = value_of(value)
     of = type(read)  # most values are what they should be: no conversion for these, on the way of every request

@@ -12,7 +12,7 @@ from msgspec import Raw
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pdproxy.errors import ClientError
-from pdproxy.legs.lax_fields import FIELDS, LONGEST, StreamOptions, UnreadableField, read_field, read_fields
+from pdproxy.legs.lax_fields import FIELDS, LONGEST, StreamOptions, UnreadableField, read_fields
 from pdproxy.legs.shape import shape
 from pdproxy.raw_json import SMALL
 from pdproxy.reasons import LocalReason
@@ -51,7 +51,7 @@ def of(read: Any, value: object) -> Any:
 def test_values_are_read_as_vllm_reads_them(endpoint: Endpoint, name: str) -> None:
     adapter = theirs(endpoint, name)
     for value in VALUES:
-        ours = of(lambda raw: read_field(endpoint, {name: raw}, name), Raw(value.encode()))
+        ours = of(lambda raw: read_fields(endpoint, {name: raw})[name], Raw(value.encode()))
         expected = of(adapter.validate_python, json.loads(value))
         unserved = type(expected) is int and expected < 1
         read = float(ours) if type(ours) is int and isinstance(expected, float) else ours  # 1 is a float's value, too
