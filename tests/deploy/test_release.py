@@ -171,6 +171,29 @@ class TestWorkflows:
         with engine() as helm:
             assert setup["with"]["version"] == helm.version()
 
+    def test_an_owner_with_capital_letters_can_publish(self, tmp_path: Path) -> None:
+        """Names of images and charts in a registry have none. The commands are stubs here."""
+        told, output = tmp_path / "told", tmp_path / "output"
+        for command in ("python", "helm", "cosign"):
+            says = 'echo "Digest: sha256:1a" >&2' if command == "helm" else ":"
+            stub = f'#!/bin/sh\necho "{command} $*" >> {told}\ncat > /dev/null\n{says}\n'
+            (tmp_path / command).write_text(stub)
+            (tmp_path / command).chmod(0o755)
+        jobs = self.jobs(ROOT / ".github/workflows/release.yml")
+        scripts = [step.get("run", "") for job in ("images", "chart") for step in jobs[job]["steps"]]
+        environment = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin", "RUNNER_TEMP": "/temp", "GITHUB_OUTPUT": str(output), "TAG": "v1.2.3",
+            "REGISTRY": "ghcr.io", "OWNER": "An-Owner", "IMAGE": "pdproxy", "ACTOR": "someone", "TOKEN": "secret",
+        }  # fmt: skip
+        for script in (script for script in scripts if "OWNER" in script):
+            bash = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
+            subprocess.run(bash, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL, timeout=30, check=True)
+        assert output.read_text().split() == ["image=ghcr.io/an-owner/pdproxy", "version=1.2.3"]
+        lines = told.read_text().splitlines()
+        assert "python -m deploy.release chart ghcr.io/an-owner /temp/pdproxy" in lines
+        assert "helm push /temp/pdproxy-1.2.3.tgz oci://ghcr.io/an-owner/charts" in lines
+        assert "cosign sign --yes ghcr.io/an-owner/charts/pdproxy@sha256:1a" in lines
+
     def test_every_image_is_published(self) -> None:
         images = self.jobs(ROOT / ".github/workflows/release.yml")["images"]["strategy"]["matrix"]["include"]
         files = {each["file"] for each in images}
