@@ -171,14 +171,17 @@ def _why_not(command: str) -> str | None:
     if (said := _failure([command, "ps", "--quiet"])) is not None:
         return f"installed, but it does not answer: {said}"
     if (said := _failure([*COMPOSE[command], "version"])) is not None:
-        return f"it answers, but `{' '.join(COMPOSE[command])}` does not: {said}"
+        return f"it answers, but has no compose: {said}"
     return None
 
 
 def _failure(line: Sequence[str]) -> str | None:
-    """The last line of what a command says when it fails; None where it succeeds."""
+    """A command that fails, and all that it says, in one line; None where it succeeds.
+
+    docker may tell its reason in the first line, and podman tells it in the last one.
+    """
     try:
         execute(line, os.environ, ANSWERS_WITHIN_S)
     except ContainerEngineError as error:
-        return str(error).splitlines()[-1].removeprefix("  | ")
+        return " ".join(str(error).replace("  |", "").split())
     return None

@@ -97,6 +97,14 @@ def check_end(engine: ContainerEngine, container: str) -> None:
     require(status == 0, f"{container} ended with status {status} after SIGTERM")
 
 
+def check_scan(engine: ContainerEngine) -> None:
+    """Raise ImageError where streams are scanned in Python: where no compiler answers, a build goes on without it."""
+    asked = "from pdproxy.stream.scan import BEST; print(BEST.language)"
+    language = engine.ask("run", "--rm", *HARDENED, "--entrypoint=python", PROXY, "-c", asked)
+    require(language == "C", f"{PROXY} has no compiled scan of streams; its build says why")
+    say("has the compiled scan of streams")
+
+
 def check_proxy(engine: ContainerEngine) -> None:
     """Raises ImageError and ContainerEngineError."""
     print(f"\nTrying {PROXY}, with a read-only root file system and no capabilities:", flush=True)
@@ -104,6 +112,7 @@ def check_proxy(engine: ContainerEngine) -> None:
     version = engine.ask("run", "--rm", *HARDENED, PROXY, "--version")
     require(__version__ in version.split(), f"this is version {__version__}, and the image says {version!r}")
     say(f"says that it is {version}")
+    check_scan(engine)
     node_less = "--env=PDPROXY_DECODE=http://127.0.0.1:9"
     with engine.running(*HARDENED, "--network=none", node_less, PROXY) as container:
         with timed("healthy"):

@@ -6,13 +6,20 @@ import pytest
 
 from deploy import container_engine, images
 from deploy.container_engine import ContainerEngine, ContainerEngineError, find
+from deploy.images import ImageError
 from deploy.local.paths import ROOT
 from tests.deploy.compose import resolved
 from tests.deploy.dockerfile import stages
 
 ANSWERS = "exit 0"
 HAS_NO_DAEMON = "echo 'Cannot connect to the daemon' >&2; exit 1"
-HAS_NO_COMPOSE = '[ "$1" != compose ] || { echo "unknown command: docker compose" >&2; exit 1; }'
+HAS_NO_COMPOSE = """[ "$1" != compose ] || {
+    echo "docker: unknown command: docker compose" >&2
+    echo >&2
+    echo "Run 'docker --help' for more information" >&2
+    exit 1
+}"""
+"""As docker 28 says it."""
 
 
 @pytest.fixture
@@ -50,12 +57,16 @@ class TestChoice:
         with pytest.raises(ContainerEngineError) as caught:
             find()
         lines = str(caught.value).splitlines()
-        assert "  docker: installed, but it does not answer: Cannot connect to the daemon" in lines
+        said = "docker ps --quiet ended with status 1: Cannot connect to the daemon"
+        assert f"  docker: installed, but it does not answer: {said}" in lines
         assert "  podman: not installed" in lines
 
     def test_an_engine_without_compose_is_told_from_one_that_does_not_answer(self, folder: Path) -> None:
         install(folder, "docker", HAS_NO_COMPOSE)
-        with pytest.raises(ContainerEngineError, match="`docker compose` does not: unknown command: docker compose"):
+        reason = (
+            "docker: it answers, but has no compose: .* status 1: docker: unknown command: docker compose Run 'docker"
+        )
+        with pytest.raises(ContainerEngineError, match=reason):
             find(["docker"])
 
     def test_the_command_ends_with_that_error(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,6 +102,15 @@ class TestContainer:
         )
         with pytest.raises(ContainerEngineError, match="proxy has ended with status 3"):
             find(["docker"]).await_healthy("proxy", within=5)
+
+
+def test_a_proxy_whose_build_found_no_compiler_is_refused(folder: Path) -> None:
+    """Such a proxy serves, and takes more CPU: no other check sees that."""
+    install(folder, "docker", 'case "$*" in *scan*) echo Python;; esac')
+    with pytest.raises(ImageError, match="no compiled scan"):
+        images.check_scan(find(["docker"]))
+    install(folder, "docker", 'case "$*" in *scan*) echo C;; esac')
+    images.check_scan(find(["docker"]))
 
 
 class TestNames:
