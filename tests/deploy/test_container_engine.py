@@ -105,7 +105,7 @@ class TestContainer:
 
 
 def test_a_proxy_whose_build_found_no_compiler_is_refused(folder: Path) -> None:
-    """Such a proxy serves, and takes more CPU: no other check sees that."""
+    """The proxy serves without the scan, and takes more CPU: no other check sees that."""
     install(folder, "docker", 'case "$*" in *scan*) echo Python;; esac')
     with pytest.raises(ImageError, match="no compiled scan"):
         images.check_scan(find(["docker"]))
