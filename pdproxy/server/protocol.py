@@ -16,6 +16,7 @@ stop reading in order to queue it, and so not notice that the client disconnects
 import asyncio
 import dataclasses
 import enum
+import math
 import operator
 import re
 import typing
@@ -102,7 +103,10 @@ class ReceiveState(enum.Enum):
 class GuardedProtocol(HttpToolsProtocol):
     """One client connection. `guarded` makes a subclass with the limits."""
 
-    __slots__ = ("_exchange", "_framing_bytes", "_leaving", "_refused", "_reparsing", "_state", "_timer", "_writer")
+    __slots__ = (
+        "_exchange", "_framing_bytes", "_idle_timer", "_idle_timer_at", "_idle_until", "_leaving", "_refused",
+        "_reparsing", "_state", "_timer", "_writer",
+    )  # fmt: skip
     """In the dict of the instance they would be more keys than can share one table: a kilobyte for each connection."""
 
     limits: typing.ClassVar[ConnectionLimits]
@@ -117,12 +121,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._state, self._framing_bytes = ReceiveState.BETWEEN, 0
         """Bytes since the last complete head or piece of a body."""
         self._refused = self._reparsing = self._leaving = False
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_until = self._idle_timer_at = math.inf
+        """When a connection that is idle has been so for too long; when the timer fires."""
         self._timer: asyncio.TimerHandle | None = None
         self._start_timer(self._on_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._unset_keepalive_if_required()
+        self._stop_idle_timer()
         self._writer.on_lost()
         self._withdraw_exchange()
         super().connection_lost(exc)
@@ -216,14 +223,17 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
         else:
             self._stop_timer()
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+            self._begin_idle()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        """uvicorn's, without its queue of requests, and with one timer for many of them."""
+        self.server_state.total_requests += 1
         self._withdraw_exchange()
-        if self._state is ReceiveState.BODY and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        self._begin_idle()
+        if self._state is ReceiveState.BODY:
             self._start_timer(self.transport.close)
 
     def shutdown(self) -> None:
@@ -234,8 +244,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if cycle is not None and not cycle.response_complete:
             cycle.keep_alive = cycle.keep_alive and cycle.response_started
         elif self._state is ReceiveState.BETWEEN:
-            self._unset_keepalive_if_required()
-            self.timeout_keep_alive_task = self.loop.call_later(LEAVING_SECONDS, self.timeout_keep_alive_handler)
+            self._begin_idle()
 
     def end(self) -> None:
         """The time for running requests is over: no further one is taken. Closes an idle connection; others end after
@@ -283,6 +292,34 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _begin_idle(self) -> None:
+        """Close the connection in `timeout_keep_alive` seconds, unless something comes before.
+
+        The timer is not moved for each response: when it fires it looks whether the time has come.
+        """
+        self._idle_until = due = self.loop.time() + self.timeout_keep_alive
+        if due < self._idle_timer_at:
+            self._set_idle_timer(due)
+
+    def _unset_keepalive_if_required(self) -> None:
+        self._idle_until = math.inf
+
+    def _set_idle_timer(self, due: float) -> None:
+        self._stop_idle_timer()
+        self._idle_timer, self._idle_timer_at = self.loop.call_at(due, self._on_idle_timer), due
+
+    def _stop_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._idle_timer, self._idle_timer_at = None, math.inf
+
+    def _on_idle_timer(self) -> None:
+        self._idle_timer, self._idle_timer_at = None, math.inf
+        if self.loop.time() >= self._idle_until:
+            self.timeout_keep_alive_handler()
+        elif self._idle_until < math.inf:
+            self._set_idle_timer(self._idle_until)
 
     def _withdraw_exchange(self) -> None:
         """Break the cycle between exchange and scope, which refer to each other, for the garbage collector."""
