@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import IO, Protocol, Self
 
 WATCHDOG = Path(__file__).with_name("watchdog.py")
 GRACE_S = 10.0
@@ -35,13 +35,46 @@ class Stopped(Exception):
         self.number = number
 
 
+class Process(Protocol):
+    """A watchdog's process, as `subprocess.Popen` shows it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def watched(
+    grace: float, command: Sequence[str], environment: Mapping[str, str], cwd: Path, output: IO[bytes]
+) -> Process:
+    """Start `command` under a watchdog, which ends it when its own standard input closes."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(WATCHDOG), str(grace), *command],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=dict(environment),
+        cwd=cwd,
+        process_group=0,
+    )
+
+
 @dataclass(frozen=True)
 class Part:
     """One command under its watchdog. `process` is the watchdog: it ends when, and as, the command does."""
 
     name: str
     log: Path
-    process: subprocess.Popen[bytes]
+    process: Process
 
     def last_lines(self, count: int = 25) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -79,18 +112,8 @@ class Supervisor(AbstractContextManager["Supervisor"]):
         """Start `command`; its output goes to `NAME.log` in the log folder."""
         self._logs.mkdir(parents=True, exist_ok=True)
         log = self._logs / f"{name}.log"
-        watchdog = [sys.executable, "-I", "-S", str(WATCHDOG), str(self._grace), *command]
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                watchdog,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=dict(environment),
-                cwd=cwd,
-                process_group=0,
-            )
-        part = Part(name, log, process)
+            part = Part(name, log, watched(self._grace, command, environment, cwd, output))
         self._parts.append(part)
         return part
 

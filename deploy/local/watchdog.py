@@ -18,14 +18,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
 LIFELINE = 0
 """Standard input: the end of the pipe whose other end the parent holds."""
+
+
+class Child(Protocol):
+    """The command's process, as `subprocess.Popen` shows it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int: ...
+
+    def poll(self) -> object: ...
+
+    def wait(self) -> object: ...
 
 
 def prctl(option: int, value: int) -> None:
@@ -39,7 +54,7 @@ def die_with_watchdog() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def start(command: Sequence[str], temporary: str) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], temporary: str) -> Child:
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -49,7 +64,7 @@ def start(command: Sequence[str], temporary: str) -> subprocess.Popen[bytes]:
     )
 
 
-def wait_for_an_end(child: subprocess.Popen[bytes], stop: int) -> None:
+def wait_for_an_end(child: Child, stop: int) -> None:
     """Return when the child has ended, the parent has gone, or somebody wrote to `stop`."""
     with selectors.DefaultSelector() as watched:
         ended = os.pidfd_open(child.pid)
@@ -88,7 +103,7 @@ def send(pids: set[int], number: signal.Signals) -> None:
             continue
 
 
-def reap(child: subprocess.Popen[bytes]) -> None:
+def reap(child: Child) -> None:
     """Collect what ended, orphans of the family too; the child's own exit status goes to its Popen."""
     while True:
         try:
@@ -103,7 +118,7 @@ def reap(child: subprocess.Popen[bytes]) -> None:
             os.waitpid(ended.si_pid, 0)
 
 
-def end_family(child: subprocess.Popen[bytes], grace: float) -> None:
+def end_family(child: Child, grace: float) -> None:
     """Ask everybody below to end, then make them."""
     deadline = time.monotonic() + grace
     told: set[int] = set()
@@ -128,12 +143,12 @@ def stop_pipe() -> int:
     return reader
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], begin: Callable[[Sequence[str], str], Child] = start) -> int:
     grace, *command = arguments
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     stop = stop_pipe()
     with tempfile.TemporaryDirectory(prefix="pdproxy-", ignore_cleanup_errors=True) as temporary:
-        child = start(command, temporary)
+        child = begin(command, temporary)
         wait_for_an_end(child, stop)
         end_family(child, float(grace))
     return child.returncode if child.returncode >= 0 else 128 - child.returncode

@@ -15,6 +15,7 @@ from deploy.local.paths import MODEL
 from deploy.local.stack import Proxy, ProxySpec, logs_of, pair_specs, start_nodes, start_proxy
 from deploy.local.supervise import Supervisor
 from tests.e2e.fleet import Fleet
+from tests.e2e.forked_parts import forked_nodes
 from tests.e2e.metrics_reader import watch
 
 REQUEST_TIMEOUT_S = 120.0
@@ -34,6 +35,13 @@ def specs_for(fixtures: set[str]) -> list[NodeSpec]:
     """The nodes that tests with these fixtures need."""
     pair = pair_specs() if fixtures & PAIR else []
     return pair + ([NodeSpec("reference", Role.PLAIN, 0, 0)] if fixtures & REFERENCE else [])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_import() -> Iterator[None]:
+    """vLLM is imported once for most nodes of a run."""
+    with forked_nodes():
+        yield
 
 
 @pytest.fixture(scope="session")

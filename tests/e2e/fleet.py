@@ -94,4 +94,7 @@ def running_fleet(
         nodes = start_nodes(supervisor, specs, print)
         environment = {"PDPROXY_POLICY_ITL_BUDGET": "0", **settings}  # every prompt is handed over
         proxy = start_proxy(supervisor, ProxySpec(more_environment=environment), nodes, print)
-        yield Fleet(supervisor, dict(zip(NAMES, nodes, strict=True)), proxy)
+        fleet = Fleet(supervisor, dict(zip(NAMES, nodes, strict=True)), proxy)
+        yield fleet
+        for node in fleet.nodes.values():
+            go_on(node.part)  # else one that was stopped ends only when its grace is over
