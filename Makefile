@@ -28,12 +28,12 @@ test: lint unit tooling soak e2e ## everything that must pass
 lint: env ## format, style, types, import contracts, workflows
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --num-workers 2
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/actionlint -shellcheck $(VENV)/bin/shellcheck
 
 # What measures how long others wait, or what something costs, or works whole processes hard, needs cores of its own: it
-# runs with the soak, one after another.
+# runs after the soak, one after another.
 MEASURED := tests/app/test_held_bodies.py tests/app/test_memory.py tests/bench/test_blocked.py tests/bench/test_stalls.py tests/bench/test_sweep.py \
 	tests/connector/test_low_cpu_agent.py tests/connector/test_side_channel_attacks.py tests/legs/test_blocked.py \
 	tests/orchestration/test_flood.py tests/planning/test_plan_cost.py
@@ -67,8 +67,10 @@ unit-connector:
 tooling: env ## tests of chart, compose, images, launcher, bench (half a minute)
 	@$(UNIT) $(WORKERS) 3 $(addprefix --ignore=,$(MEASURED)) $(TOOLING)
 
+# What an operator sees takes little CPU and waits long, so it goes beside the soak that measures nothing.
 soak: env ## mixed load on fake nodes under random kills, and with KV events that are wrong; attacks, what an operator sees (three minutes; 15 in test-long)
-	SOAK_SECONDS=120 $(RUN) -m pytest tests/soak tests/watch $(MEASURED)
+	SOAK_SECONDS=120 $(RUN) -m pytest $(WORKERS) 2 tests/soak/test_soak.py tests/watch
+	$(RUN) -m pytest tests/soak/test_hostile_soak.py $(MEASURED)
 
 # Those outside tests/e2e are found by their mark: to list all others too takes eight seconds.
 E2E = tests/e2e $(shell grep -rlF mark.e2e tests --include='test_*.py')

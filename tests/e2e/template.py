@@ -100,8 +100,7 @@ def be_a_watchdog(order: dict[str, Any], descriptors: Sequence[int], module: str
 def run(module: str, command: Sequence[str], environment: dict[str, str], folder: str) -> None:
     """Be `python -m MODULE …`, as the command line says, and end with its exit status."""
     be_fresh()
-    # After the folder that `-m` puts first.
-    sys.path[1 : 1 + len(_more_path(os.environ))] = _more_path(environment)
+    sys.path[: 1 + len(_more_path(os.environ))] = [folder, *_more_path(environment)]  # as `-m` has it
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

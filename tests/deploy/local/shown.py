@@ -20,6 +20,7 @@ def shown() -> dict[str, object]:
         "temporary": tempfile.gettempdir() == os.environ["TMPDIR"],
         "main": main and main.name,
         "signals": [str(signal.getsignal(number)) for number in signals],
+        "woken": signal.set_wakeup_fd(-1),
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "leads a group": os.getpgrp() == os.getpid(),
         "input": os.readlink("/proc/self/fd/0"),

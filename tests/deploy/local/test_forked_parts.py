@@ -33,7 +33,7 @@ def run(begin: Watched, log: Path, *words: str, **variables: str) -> Process:
     """Start or fork the module; returns once it has shown itself."""
     with log.open("wb") as output:
         environment = {**inherited(), **variables}
-        process = begin(GRACE_S, [sys.executable, "-m", MODULE, *words], environment, ROOT, output)
+        process = begin(GRACE_S, [sys.executable, "-m", MODULE, *words], environment, log.parent, output)
     wait_for(lambda: log.read_text().endswith("\n"))
     return process
 
