@@ -1,7 +1,7 @@
 """Hand-overs that cannot happen between two hosts are said everywhere within half a minute of the proxy's start.
 
-Each case starts two nodes in network namespaces and a proxy in front of them, as a process: `pdproxy check`, /ready,
-the page's state, the log and the metric all say it, with the cause and what to change.
+Each case has two nodes in network namespaces, and a proxy in front of them, as a process: `pdproxy check`, /ready, the
+page's state, the log and the metric all say it, with the cause and what to change.
 """
 
 import ipaddress
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,13 +94,45 @@ def asked(supervisor: Supervisor, prefill: str, decode: str) -> Iterator[Asked]:
     line = [sys.executable, "-m", "pdproxy", "serve", *settings, f"--listen-port={clients}",
             f"--listen-admin-port={operators}"]  # fmt: skip
     part = supervisor.start("proxy", line, inherited() | {"NO_PROXY": "*"}, ROOT)
-    with httpx.Client(base_url=f"http://{HOST}:{operators}", trust_env=False, timeout=10) as client:
-        yield Asked(client, settings, part.log)
+    try:
+        with httpx.Client(base_url=f"http://{HOST}:{operators}", trust_env=False, timeout=10) as client:
+            yield Asked(client, settings, part.log)
+    finally:
+        supervisor.stop(part)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_said_everywhere(case: Case) -> None:
-    with Network() as network, Supervisor(logs_of("e2e-no-hand-over")) as supervisor:
+@dataclass(frozen=True)
+class Up:
+    """Two nodes that answer, by their addresses."""
+
+    supervisor: Supervisor
+    urls: tuple[str, ...]
+
+
+class Hosts:
+    """The hosts of one case at a time, which stay for the next one where its nodes are the same."""
+
+    def __init__(self) -> None:
+        self._entered = ExitStack()
+        self._nodes: tuple[object, ...] = ()
+        self._up: Up | None = None
+
+    def of(self, case: Case) -> Up:
+        """Both nodes, with the case's mistakes."""
+        nodes = (case.prefill, case.decode, case.cut, case.closed)
+        if self._up is None or nodes != self._nodes:
+            self.close()
+            self._nodes, self._up = nodes, self._started(case)
+        return self._up
+
+    def close(self) -> None:
+        """End the nodes and take the network down."""
+        self._up = None
+        self._entered.close()
+
+    def _started(self, case: Case) -> Up:
+        network = self._entered.enter_context(Network())
+        supervisor = self._entered.enter_context(Supervisor(logs_of("e2e-no-hand-over")))
         give = network.start(supervisor, NodeSpec("prefill", Role.PREFILL, 0, 0, more_environment=case.prefill))
         take = network.start(supervisor, NodeSpec("decode", Role.DECODE, 0, 0, more_environment=case.decode))
         await_nodes(supervisor, [give, take], print)
@@ -108,16 +140,29 @@ def test_it_is_said_everywhere(case: Case) -> None:
             network.cut()
         if case.closed:
             network.close_side_channel()
-        began = time.monotonic()
-        with asked(supervisor, *(name(node.url) if case.named else node.url for node in (give, take))) as proxy:
-            status, state = until_said(proxy, began)
-            print(f"{time.monotonic() - began:.1f} s: {state['incident']['hand_overs']}")
-            assert re.search(case.said, state["incident"]["hand_overs"])
-            assert state["incident"]["hand_overs"].startswith("hand-overs fail: ")
-            assert (status, state["incident"]["cause"]) == ("degraded", "hand_overs")
-            assert "pdproxy_hand_overs_failing 1.0" in proxy.operators.get("/metrics").text
-            assert re.search(case.said, proxy.log.read_text())
-            assert time.monotonic() - began < WITHIN_S
+        return Up(supervisor, (give.url, take.url))
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    hosts = Hosts()
+    yield hosts
+    hosts.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_said_everywhere(hosts: Hosts, case: Case) -> None:
+    up = hosts.of(case)
+    began = time.monotonic()
+    with asked(up.supervisor, *(name(url) if case.named else url for url in up.urls)) as proxy:
+        status, state = until_said(proxy, began)
+        print(f"{time.monotonic() - began:.1f} s: {state['incident']['hand_overs']}")
+        assert re.search(case.said, state["incident"]["hand_overs"])
+        assert state["incident"]["hand_overs"].startswith("hand-overs fail: ")
+        assert (status, state["incident"]["cause"]) == ("degraded", "hand_overs")
+        assert "pdproxy_hand_overs_failing 1.0" in proxy.operators.get("/metrics").text
+        assert re.search(case.said, proxy.log.read_text())
+        assert time.monotonic() - began < WITHIN_S
         checked = subprocess.run(
             [sys.executable, "-m", "pdproxy", "check", *proxy.settings],
             cwd=ROOT, env=inherited() | {"NO_PROXY": "*"}, capture_output=True, text=True, check=False, timeout=120,
