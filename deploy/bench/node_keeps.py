@@ -2,14 +2,19 @@
 
 Both are orders of eviction (`HybridCache.hold`): they hold up nothing. If all that is left is held, keeps go first:
 those whose time is over, then the one whose age times blocks for each token is largest; then what waiting prompts hold,
-the last one's first. A node with vLLM's own connector has none of this.
+the last one's first. A full share takes a further keep only in the place of overdue ones. A node with vLLM's own
+connector has none of this.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from deploy.bench.hybrid_cache import CacheShape, HashedPrompt, Hold, HybridCache
+
+OVERDUE, PAUSES = 4.0, 8
+"""As of `connector.keeps`, which needs vLLM."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class NodeKeeps:
         self._now = now
         self._keeps: dict[str, _Keep] = {}
         self._waiting: dict[int, Hold] = {}
+        self._pause = math.inf
+        """The mean time after which the latest next turns came."""
 
     def wait(self, prompt: HashedPrompt) -> None:
         """A prompt has come: what it will resume from is held until it is computed."""
@@ -54,6 +61,7 @@ class NodeKeeps:
         keep = None if order is None else self._keeps.pop(str(order["id"]), None)
         if keep is not None:
             self.cache.release(keep.hold)
+            self._came_back(self._now() - keep.since)
         computed = self.cache.compute(prompt)
         if order is None or not self._room:
             return computed, {}
@@ -81,12 +89,23 @@ class NodeKeeps:
         if hold.blocks > self._room:
             return False
         while self.cache.held_with(hold, (keep.hold for keep in self._keeps.values())) > self._room:
-            self._end_cheapest()
+            overdue = self._overdue()
+            if not overdue:
+                return False
+            self._end_cheapest(overdue)
         return True
 
-    def _end_cheapest(self) -> None:
+    def _overdue(self) -> list[str]:
+        now, longest = self._now(), OVERDUE * self._pause
+        return [name for name, keep in self._keeps.items() if now - keep.since > longest or now >= keep.until]
+
+    def _came_back(self, pause: float) -> None:
+        known = self._pause < math.inf
+        self._pause = self._pause + (pause - self._pause) / PAUSES if known else pause
+
+    def _end_cheapest(self, among: Iterable[str]) -> None:
         now = self._now()
-        self._end(max(self._keeps, key=lambda each: self._keeps[each].cheapness(now)))
+        self._end(max(among, key=lambda each: self._keeps[each].cheapness(now)))
 
     def _end(self, name: str) -> None:
         keep = self._keeps.pop(name, None)
@@ -95,7 +114,7 @@ class NodeKeeps:
 
     def _give_up(self) -> None:
         if self._keeps:
-            self._end_cheapest()
+            self._end_cheapest(self._keeps)
         else:
             _, hold = self._waiting.popitem()
             self.cache.release(hold)

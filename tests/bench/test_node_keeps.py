@@ -61,13 +61,33 @@ def test_it_tells_what_it_keeps_and_what_was_hit() -> None:
     )
 
 
-def test_a_newer_keep_takes_the_room_of_the_older_one() -> None:
+def test_a_full_share_refuses_a_further_keep() -> None:
     node = Node(share=0.2)
     node.computes(1, keep="a")
-    node.clock.advance(1)
-    node.computes(2, keep="b")
+    assert node.told(2, keep="b")["why"] == "too_large"
+    node.others(100, 8)
+    assert (node.computes(1, 3), node.computes(2, 3)) == (3000 - 1280, 3000)
+
+
+def test_a_full_share_takes_a_keep_in_the_place_of_one_whose_time_is_over() -> None:
+    node = Node(share=0.2)
+    node.computes(1, keep="a", seconds=5.0)
+    node.clock.advance(5)
+    assert node.told(2, keep="b")["tokens"] == 1280
     node.others(100, 8)
     assert (node.computes(2, 3), node.computes(1, 3)) == (3000 - 1280, 3000)
+
+
+def test_a_full_share_takes_a_keep_in_the_place_of_one_that_is_overdue() -> None:
+    node = Node(share=0.35)
+    node.computes(1, keep="a", seconds=600.0)
+    node.computes(2, keep="b", seconds=600.0)
+    node.clock.advance(2)
+    node.computes(2, 4)
+    node.clock.advance(1)
+    assert node.told(2, 4, keep="b", seconds=600.0)["why"] == "too_large", "next turns come after 3 s"
+    node.clock.advance(10)
+    assert node.told(2, 4, keep="b", seconds=600.0)["tokens"] == 2816, "the first one is 13 s old"
 
 
 def test_need_ends_keeps_whose_time_is_over_first_and_a_keep_never_blocks() -> None:

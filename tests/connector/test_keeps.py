@@ -12,8 +12,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.interface import PauseState
 
+from connector import keeps
 from connector.keeps import REPORT
 from connector.stats import LEVELS
+from deploy.bench import node_keeps
 from tests.connector.harness import DENSE, Node, make_node, prompt, received, sent, take_ticket
 from tests.fakes.clock import FakeClock
 
@@ -358,3 +360,7 @@ def test_nothing_is_remembered_of_requests_that_have_ended(node: Node) -> None:
     node.abort("gone")
     turn(node, "next", NEXT)
     assert (len(node.side.keeps), node.side.keeps._waiting) == (0, {})
+
+
+def test_simulated_nodes_wait_as_long_for_a_next_turn() -> None:
+    assert (node_keeps.OVERDUE, node_keeps.PAUSES) == (keeps.OVERDUE, keeps.PAUSES)
