@@ -28,7 +28,6 @@ from pdproxy.planning.cost import (
     Hits,
     LocalCost,
     PrefillCost,
-    Price,
     SharedHandOverCost,
     SharedLocalCost,
     SharedPrefillCost,
@@ -51,7 +50,7 @@ SESSION_SHARE = 0.5
 FIRST_TURN = 0.6
 """The part of `CacheAware.itl_budget` for the first turn that a decode place computes, where a prefill place could
 resume as far: the next turn is about as long, and where that one is over the budget, a prefill place computes both."""
-_Priced: TypeAlias = tuple[Price, Spot, Hit]
+_Scored: TypeAlias = tuple[float, Spot, Hit]
 _SCORE, _RECENT, _SPOT = operator.attrgetter("score"), operator.attrgetter("recent"), operator.attrgetter("spot")
 
 
@@ -233,27 +232,23 @@ class Comparison:
             hits = self._guessed(views, needs.session)
         if len(views) == 1 and len(views[0].places) == 1:  # nothing to compare
             return _estimate(cost, views[0].spot, next(iter(hits), NO_HIT))
-        priced = [(hit, spots, cost.prices(hit, spots)) for hit, spots in hits.items()]
+        scored = [(hit, spots, cost.scores(hit, spots)) for hit, spots in hits.items()]
         least = math.inf
-        for _, _, prices in priced:
-            least = min(least, min(prices)[0])
+        for _, _, scores in scored:
+            least = min(least, *scores)
         if not hits or self._may_be_fresh(cost, views, hits, least):
             fresh = list(map(_SPOT, views))
-            prices = cost.prices(NO_HIT, fresh)
-            least = min(least, min(prices)[0])
-            priced.append((NO_HIT, fresh, prices))
-        near: list[_Priced] = []
+            scores = cost.scores(NO_HIT, fresh)
+            least = min(least, *scores)
+            scored.append((NO_HIT, fresh, scores))
+        near: list[_Scored] = []
         most = _near(least)
-        for hit, spots, prices in priced:
-            if len(prices) > 1:
-                cheap = map((most, math.inf).__ge__, prices)  # no step of ours for each of many nodes
-                near += compress(zip(prices, spots, repeat(hit)), cheap)
-            elif prices[0][0] <= most:
-                near.append((prices[0], spots[0], hit))
-        price, spot, hit = near[0] if len(near) == 1 else self._one_of(near, turn)
+        for hit, spots, scores in scored:  # no step of ours for each of many nodes
+            near += compress(zip(scores, spots, repeat(hit)), map(most.__ge__, scores))
+        score, spot, hit = near[0] if len(near) == 1 else self._one_of(near, turn)
         if hit is NO_HIT and hits:  # its lightest rank may have something cached after all, where that hardly matters
             return _estimate(cost, spot, self._hit_at(cost.role, spot))
-        return Estimate(*price, *spot, hit)
+        return Estimate(score, cost.seconds(hit, spot, score), *spot, hit)
 
     def _may_be_fresh(self, cost: Cost, views: Sequence[NodeView], hits: Hits, least: float) -> bool:
         """Whether a place that has nothing cached may cost as little as the best one of the others."""
@@ -261,7 +256,7 @@ class Comparison:
             return False  # there is none
         return _near(least) >= cost.least_fresh(views, self.candidates.heaviest(cost.role))
 
-    def _one_of(self, near: list[_Priced], turn: int) -> _Priced:
+    def _one_of(self, near: list[_Scored], turn: int) -> _Scored:
         """One place of those that cost nearly the same. A node that has something cached is there once."""
         known = {spot[0].name for _, spot, hit in near if hit is not NO_HIT}
         if known:
@@ -326,14 +321,15 @@ _NOTHING_CACHED: Mapping[Role, Hits] = MappingProxyType({role: MappingProxyType(
 
 def _estimates(cost: Cost, hits: Iterable[tuple[Hit, Sequence[Spot]]]) -> list[Estimate]:
     return [
-        Estimate(*price, *spot, hit)
+        Estimate(score, cost.seconds(hit, spot, score), *spot, hit)
         for hit, spots in hits
-        for price, spot in zip(cost.prices(hit, spots), spots, strict=True)
+        for score, spot in zip(cost.scores(hit, spots), spots, strict=True)
     ]
 
 
 def _estimate(cost: Cost, spot: Spot, hit: Hit) -> Estimate:
-    return Estimate(*cost.prices(hit, [spot])[0], *spot, hit)
+    score = cost.scores(hit, (spot,))[0]
+    return Estimate(score, cost.seconds(hit, spot, score), *spot, hit)
 
 
 def _keep_states(spots: Sequence[Spot]) -> bool:

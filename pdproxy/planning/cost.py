@@ -93,8 +93,6 @@ class Estimate(msgspec.Struct, frozen=True):
     hit: Hit
 
 
-Price: TypeAlias = tuple[float, float]
-"""The score and the seconds of a place, as in `Estimate`."""
 Hits: TypeAlias = Mapping[Hit, Sequence[Spot]]
 """The places that have something cached, by what they have: a system prompt is cached everywhere."""
 
@@ -105,8 +103,11 @@ class Cost(Protocol):
     @property
     def role(self) -> Role: ...
 
-    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
-        """The prices of places that have all cached as much of it. Fast: a system prompt is cached everywhere."""
+    def scores(self, hit: Hit, spots: Sequence[Spot]) -> list[float]:
+        """The scores of places that have all cached as much of it. Fast: a system prompt is cached everywhere."""
+
+    def seconds(self, hit: Hit, spot: Spot, score: float, /) -> float:
+        """How long the request is expected to take at a place that has this score."""
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float, /) -> float:
         """A bound below the scores of nodes that have cached nothing; ``heaviest``: the weight of the node that has
@@ -138,32 +139,27 @@ class PrefillCost:
             self._later = (AGAINST_COPIES if deepest else LATER_PROMPTS) * book.usual
             """The cost to later prompts of a place that is always busy."""
 
-    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
+    def scores(self, hit: Hit, spots: Sequence[Spot]) -> list[float]:
         fixed, per_token, tokens = self._fixed, self._per_token, self._tokens - hit.resume
         own = fixed + per_token * tokens
         copies = COPY_SHARE * max(0, self._deepest - hit.attention) * per_token
         if_busy = (WAITING * own + self._later) * self._busy_weight
-        prices = [
-            (
-                (
-                    (seconds := (place.queued * per_token + place.legs * fixed + own) * (factor := place.prefill))
-                    + copies * factor
-                    + place.busy * if_busy
-                )
-                / view.room,
-                seconds,
-            )
+        scores = [
+            ((place.queued * per_token + place.legs * fixed + own + copies) * place.prefill + place.busy * if_busy)
+            / view.room
             for view, place in spots
         ]
-        return self._with_losses(prices, spots) if self._lost else prices
+        if self._lost:
+            return [score + self._losses(*spot) for score, spot in zip(scores, spots, strict=True)]
+        return scores
 
-    def _with_losses(self, prices: list[Price], spots: Sequence[Spot]) -> list[Price]:
-        """With what the next turn will lack there."""
-        lost, per_token = self._lost, self._per_token
-        return [
-            (score + lost.get(Place(view.name, place.rank), 0.0) * per_token * place.prefill / view.room, seconds)
-            for (score, seconds), (view, place) in zip(prices, spots, strict=True)
-        ]
+    def _losses(self, view: NodeView, place: PlaceLoad) -> float:
+        """For what the next turn will lack there."""
+        return self._lost.get(Place(view.name, place.rank), 0.0) * self._per_token * place.prefill / view.room
+
+    def seconds(self, hit: Hit, spot: Spot, _: float, /) -> float:
+        fixed, per_token, place = self._fixed, self._per_token, spot[1]
+        return ((place.legs + 1) * fixed + (place.queued + self._tokens - hit.resume) * per_token) * place.prefill
 
     def least_fresh(self, _: Sequence[NodeView], heaviest: float) -> float:
         own = self._fixed + self._per_token * (self._tokens + COPY_SHARE * self._deepest)
@@ -184,12 +180,12 @@ class HandOverCost:
         self._tokens, self._book = tokens, book
         self._fixed, self._per_token = book.pace(Work.HAND_OVER)
 
-    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
+    def scores(self, hit: Hit, spots: Sequence[Spot]) -> list[float]:
         moved, each = self._fixed + self._per_token * (self._tokens - hit.attention), SEQUENCE_SECONDS
-        return [
-            ((seconds := place.hand_over * moved + place.crowd * each + each) / view.room, seconds)
-            for view, place in spots
-        ]
+        return [(place.hand_over * moved + place.crowd * each + each) / view.room for view, place in spots]
+
+    def seconds(self, _: Hit, spot: Spot, score: float, /) -> float:
+        return score * spot[0].room
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
         own = (self._fixed + self._per_token * self._tokens) * self._book.least_factor(Work.HAND_OVER)
@@ -206,16 +202,16 @@ class LocalCost:
         self._tokens, self._book = tokens, book
         self._fixed, self._per_token = book.pace(Work.LOCAL)
 
-    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
+    def scores(self, hit: Hit, spots: Sequence[Spot]) -> list[float]:
         per_token, each = self._per_token, SEQUENCE_SECONDS
         own = self._fixed + per_token * (self._tokens - hit.resume)
         return [
-            (
-                (seconds := (place.queued * per_token + own) * place.local + place.crowd * each + each) / view.room,
-                seconds,
-            )
+            ((place.queued * per_token + own) * place.local + place.crowd * each + each) / view.room
             for view, place in spots
         ]
+
+    def seconds(self, _: Hit, spot: Spot, score: float, /) -> float:
+        return score * spot[0].room
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
         own = (self._fixed + self._per_token * self._tokens) * self._book.least_factor(Work.LOCAL)
@@ -238,16 +234,17 @@ class SharedPrefillCost(PrefillCost):
 
     __slots__ = ()
 
-    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
+    def scores(self, hit: Hit, spots: Sequence[Spot]) -> list[float]:
         own, fixed = self._fixed + (self._tokens - hit.resume) * self._per_token, self._fixed
         weight = self._book.stall_weight
         return [
-            (
-                score + (streams := place.legs - place.prompts) * place.prefill * (own * weight - fixed) / view.room,
-                seconds - streams * fixed * place.prefill,
-            )
-            for (score, seconds), (view, place) in zip(super().prices(hit, spots), spots, strict=True)
+            score + (place.legs - place.prompts) * place.prefill * (own * weight - fixed) / view.room
+            for score, (view, place) in zip(super().scores(hit, spots), spots, strict=True)
         ]
+
+    def seconds(self, hit: Hit, spot: Spot, score: float, /) -> float:
+        place = spot[1]
+        return super().seconds(hit, spot, score) - (place.legs - place.prompts) * self._fixed * place.prefill
 
 
 class SharedHandOverCost(HandOverCost):
@@ -260,15 +257,15 @@ class SharedHandOverCost(HandOverCost):
         super().__init__(tokens, book)
         self._prompt_seconds = book.pace(Work.PREFILL).per_token
 
-    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
+    def scores(self, hit: Hit, spots: Sequence[Spot]) -> list[float]:
         per_token, answer_stalls = self._prompt_seconds, self._book.answer_stalls
         return [
-            (
-                score + ((first := place.queued * per_token * place.prefill) + answer_stalls(place)) / view.room,
-                seconds + first,
-            )
-            for (score, seconds), (view, place) in zip(super().prices(hit, spots), spots, strict=True)
+            score + (place.queued * per_token * place.prefill + answer_stalls(place)) / view.room
+            for score, (view, place) in zip(super().scores(hit, spots), spots, strict=True)
         ]
+
+    def seconds(self, _: Hit, spot: Spot, score: float, /) -> float:
+        return score * spot[0].room - self._book.answer_stalls(spot[1])
 
 
 class SharedLocalCost(SharedPrefillCost):
@@ -277,15 +274,15 @@ class SharedLocalCost(SharedPrefillCost):
     role = Role.DECODE
     __slots__ = ()
 
-    def prices(self, hit: Hit, spots: Sequence[Spot]) -> list[Price]:
+    def scores(self, hit: Hit, spots: Sequence[Spot]) -> list[float]:
         answer_stalls = self._book.answer_stalls
         return [
-            (
-                score + ((joining := (place.crowd + 1) * SEQUENCE_SECONDS) + answer_stalls(place)) / view.room,
-                seconds + joining,
-            )
-            for (score, seconds), (view, place) in zip(super().prices(hit, spots), spots, strict=True)
+            score + ((place.crowd + 1) * SEQUENCE_SECONDS + answer_stalls(place)) / view.room
+            for score, (view, place) in zip(super().scores(hit, spots), spots, strict=True)
         ]
+
+    def seconds(self, hit: Hit, spot: Spot, score: float, /) -> float:
+        return super().seconds(hit, spot, score) + (spot[1].crowd + 1) * SEQUENCE_SECONDS
 
 
 def _least_crowd(views: Sequence[NodeView]) -> float:

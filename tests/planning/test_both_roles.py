@@ -176,8 +176,8 @@ def test_an_answer_costs_more_where_prompts_were_computed_lately(cost: str) -> N
         book.prefilled(busy.lightest, 1, 0.5, second, second)
         book.streamed(1, 100, 3.0)
     costs = SharedHandOverCost(TOKENS, book) if cost == "hand over" else SharedLocalCost(TOKENS, book, 0, cached=False)
-    (more, _), (less, _) = costs.prices(NO_HIT, [(each, each.lightest) for each in (busy, idle)])
-    more -= less
+    less, score = costs.scores(NO_HIT, [(each, each.lightest) for each in (idle, busy)])
+    more = score - less
     assert more == pytest.approx(book.answer_stalls(busy.lightest))
     assert more > 0.1
 
