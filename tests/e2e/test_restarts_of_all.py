@@ -1,7 +1,8 @@
-"""The only node, or every node at once, ends under streams and is started anew: they go on, token by token."""
+"""The only node, or one node after the other, ends under streams, and all are started anew: the streams go on."""
 
 import asyncio
 import enum
+from collections.abc import Callable
 
 import pytest
 
@@ -26,13 +27,32 @@ class Ending(enum.StrEnum):
     """By SIGTERM, as at an upgrade: vLLM aborts what runs."""
 
 
-def restart_all(equals: Equals, ending: Ending) -> None:
-    """All nodes end, and only then they are started; returns before they serve."""
+async def end_all(equals: Equals, ending: Ending, load: StreamLoad) -> None:
+    """All nodes end, the next one as soon as the streams that moved to it have got on there.
+
+    A stream under which two nodes break without a token in between goes to no third one (docs/failures.md).
+    """
+    if ending is Ending.KILLED:
+        for node in equals.nodes:
+            await asyncio.to_thread(strike, node.part, ProcessFault.KILLED)
+            if node is not equals.nodes[-1]:
+                await load.until(further_than([len(stream.at) for stream in load.streams]))
     for node in equals.nodes:
-        if ending is Ending.KILLED:
-            strike(node.part, ProcessFault.KILLED)
-    for node in equals.nodes:
-        equals.supervisor.stop(node.part)
+        await asyncio.to_thread(equals.supervisor.stop, node.part)
+
+
+def further_than(pieces: list[int]) -> Callable[[StreamLoad], bool]:
+    """Whether each stream has more than so many pieces, or its end."""
+
+    def reached(load: StreamLoad) -> bool:
+        got = zip(load.streams, pieces, strict=True)
+        return all(stream.finish or len(stream.at) > before for stream, before in got)
+
+    return reached
+
+
+def start_all(equals: Equals) -> None:
+    """Returns before the nodes serve."""
     equals.nodes = [start_node(equals.supervisor, node.spec) for node in equals.nodes]
 
 
@@ -53,10 +73,11 @@ async def test_streams_go_on_after_a_restart_of_all_nodes(nodes: int, ending: En
         async with start_stream_load(proxy.url, streams) as load:
             await load.until(half_way)
             begun = load.begun()
-            await asyncio.to_thread(restart_all, equals, ending)
+            await end_all(equals, ending, load)
+            await asyncio.to_thread(start_all, equals)
         moved = read(proxy.admin_url, "pdproxy_migrations_total", outcome="done")
         print(f"\n{nodes} nodes {ending}: {begun} of {STREAMS} had begun, {moved:.0f} moves,", end=" ")
         print(f"longest stall {load.longest_stall():.1f} s")
         assert not load.verdict()
-        assert moved >= begun / 2
+        assert moved >= begun / 2 * nodes
         equals.empty()
