@@ -22,8 +22,16 @@ MODULE = "tests.deploy.local.shown"
 Watched = Callable[[float, Sequence[str], Mapping[str, str], Path, IO[bytes]], Process]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary files go where pytest removes them: a watchdog that is killed leaves its folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("scratch")))
+        yield
+
+
 @pytest.fixture(scope="module")
-def template() -> Iterator[Template]:
+def template(scratch: None) -> Iterator[Template]:
     template = Template(MODULE, ("email.message",), inherited())
     yield template
     template.close()
