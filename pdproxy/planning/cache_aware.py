@@ -243,8 +243,11 @@ class Comparison:
             scored.append((NO_HIT, fresh, scores))
         near: list[_Scored] = []
         most = _near(least)
-        for hit, spots, scores in scored:  # no step of ours for each of many nodes
-            near += compress(zip(scores, spots, repeat(hit)), map(most.__ge__, scores))
+        for hit, spots, scores in scored:
+            if len(scores) > 1:  # no step of ours for each of many nodes
+                near += compress(zip(scores, spots, repeat(hit)), map(most.__ge__, scores))
+            elif scores[0] <= most:
+                near.append((scores[0], spots[0], hit))
         score, spot, hit = near[0] if len(near) == 1 else self._one_of(near, turn)
         if hit is NO_HIT and hits:  # its lightest rank may have something cached after all, where that hardly matters
             return _estimate(cost, spot, self._hit_at(cost.role, spot))
