@@ -9,7 +9,7 @@ import enum
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -206,7 +206,7 @@ class PromptText:
         return parts
 
 
-class ReadPrompt(NamedTuple):
+class ReadPrompt(msgspec.Struct, frozen=True):
     """One prompt of a request, read as far as plans need it: the request's body with this prompt alone, its shape, and
     its text where that is looked up."""
 

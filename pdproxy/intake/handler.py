@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable
-from typing import NamedTuple
 
 import msgspec
 
@@ -74,7 +73,7 @@ class HandlerConfig:
     sse_keep_alive: float = 0.0
 
 
-class _Admitted(NamedTuple):
+class _Admitted(msgspec.Struct, frozen=True):
     """A request whose body may be read. ``charge``: of its key's rates, where that has such."""
 
     api_key: ApiKey

@@ -24,7 +24,8 @@ import enum
 import math
 from collections import deque
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+
+import msgspec
 
 RECENT = 20
 """Legs of each node by which its peers are judged."""
@@ -49,7 +50,7 @@ class FailureEvidence(enum.Enum):
     """No other node served it, or none was asked."""
 
 
-class LegOrigin(NamedTuple):
+class LegOrigin(msgspec.Struct, frozen=True):
     """The request that a leg is of, and its client.
 
     Attributes:

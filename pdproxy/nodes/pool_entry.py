@@ -7,7 +7,8 @@ import dataclasses
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from typing import NamedTuple
+
+import msgspec
 
 from pdproxy.clock import Clock
 from pdproxy.nodes.circuit_breaker import CircuitBreaker, CircuitState
@@ -21,7 +22,7 @@ _STATE_BY_CIRCUIT = {
 }  # fmt: skip
 
 
-class LegLoad(NamedTuple):
+class LegLoad(msgspec.Struct, frozen=True):
     """The load that a leg adds to its node.
 
     Attributes:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 
+import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -101,7 +102,7 @@ class ChangingPool(RuleBasedStateMachine):
         slot.computed(tokens)
         if slot in self.running:
             view, load = self.running[slot]
-            self.running[slot] = (view, load._replace(queued=None))
+            self.running[slot] = (view, msgspec.structs.replace(load, queued=None))
 
     @rule(slot=consumes(slots))
     def release(self, slot: Slot) -> None:
