@@ -21,6 +21,10 @@ from deploy.local.supervise import PartEndedError, Stopped, stop_signals
 from pdproxy.settings.types import Routing
 
 REQUESTS = 200
+IDLE = 20.0
+NO_PROBES = ("--health-interval", "600")
+"""While requests are counted: before 100 nodes probes and the like take as much as 14 requests a second, and never the
+same."""
 FLAGS = ("--health-slow-start", "0", "--log-level", "warning")
 
 
@@ -33,16 +37,21 @@ class NodesCost(NamedTuple):
 
 async def cost(routing: Routing, line: Line, pairs: int) -> NodesCost:
     """Raises BenchError where the proxy was not ready, or an answer was wrong."""
+    alone, quiet = _peer("--policy-routing", routing, *FLAGS), _peer("--policy-routing", routing, *FLAGS, *NO_PROBES)
+    warm = 4 * pairs  # by then there are connections to all nodes
+    busy = await counted(quiet, line, warm + REQUESTS, pairs=pairs)
+    idle = await counted(quiet, line, warm, busy.seconds * REQUESTS / (warm + REQUESTS), pairs)
+    longer, shorter = [await counted(alone, line, 0, seconds, pairs) for seconds in (IDLE, 0.0)]
+    return NodesCost(
+        (busy.instructions - idle.instructions) / REQUESTS, (longer.instructions - shorter.instructions) / IDLE
+    )
 
+
+def _peer(*flags: str) -> Peer:
     def command(ports: Ports) -> list[str]:
-        return [*PDPROXY.command(ports), "--policy-routing", routing, *FLAGS]
+        return [*PDPROXY.command(ports), *flags]
 
-    peer = Peer(PDPROXY.name, command)
-    busy = await counted(peer, line, REQUESTS, pairs=pairs)
-    idle = await counted(peer, line, 0, busy.seconds, pairs)
-    start = await counted(peer, line, 0, 0.0, pairs)
-    seconds = (idle.instructions - start.instructions) / busy.seconds
-    return NodesCost((busy.instructions - idle.instructions) / REQUESTS, seconds)
+    return Peer(PDPROXY.name, command)
 
 
 async def table(asked: argparse.Namespace) -> None:
