@@ -470,6 +470,9 @@ class PoolState:
         base_models: of these, the models themselves: no adapters, and no second names.
         keeps: any node's connector keeps conversations.
         by_name: each node by its name.
+        rules: the first node of each `Node.match_rule`.
+        rule_of: by a node's name, the index of its rule among these.
+        least_block: the least `Node.match_block`; of a prompt that is no longer no place has anything.
     """
 
     def __init__(self, nodes: tuple[NodeView, ...], bars: Bars = NO_BARS, load: Load | None = None) -> None:
@@ -481,6 +484,12 @@ class PoolState:
         self.base_models = tuple(sorted({node.model for node in decodes if node.model}))
         self.keeps = any(view.node.keeps for view in nodes)
         self.by_name = {view.name: view.node for view in nodes}
+        first: dict[tuple[object, ...], Node] = {}
+        for view in nodes:
+            first.setdefault(view.node.match_rule, view.node)
+        self.rules, indices = tuple(first.values()), {rule: index for index, rule in enumerate(first)}
+        self.rule_of = {view.name: indices[view.node.match_rule] for view in nodes}
+        self.least_block = min((node.match_block for node in self.rules), default=0)
         self._may_serve_any = not all(node.model for node in decodes) or not decodes
         self._names = frozenset(name for view in nodes for name in (view.node.model, *view.node.aliases))
         self._served: dict[str, ServingNodes] = {}

@@ -1,6 +1,7 @@
 """An estimate of what places have cached, by what this proxy sent where: the source for nodes without KV events."""
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -8,7 +9,7 @@ import msgspec
 from pdproxy.clock import Clock
 from pdproxy.legs.outline import BYTES_PER_TOKEN
 from pdproxy.legs.prompt_text import MOST_BYTES, MOST_IDS, MOST_PARTS, prompt_ids, prompt_parts, prompt_salt
-from pdproxy.nodes.node import UNKNOWN_BLOCK, Node, Role
+from pdproxy.nodes.node import UNKNOWN_BLOCK, Node, PoolState, Role
 from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.prefix_source import RealHit
 from pdproxy.planning.cost import covered_tokens
@@ -18,6 +19,8 @@ from pdproxy.planning.renderings import HashesByScheme, KnownPrefix, Rendering
 from pdproxy.planning.text_chain import Chain, chain_of_completion, chain_of_ids, chain_of_text
 from pdproxy.planning.text_index import KeptStates, TextIndex
 from pdproxy.request import Endpoint, SubRequest
+
+_NODE = operator.attrgetter("node")
 
 
 class _Asked(msgspec.Struct):
@@ -46,25 +49,12 @@ class TextPrefixSource:
         chain = asked.chain
         if not chain.hashes:
             return None
-        tokens, found = self._tokens(asked, sub_request), self._index.look_up(chain, self._clock.now())
-        hits = self._in_blocks(found, tokens) if found else {}
+        tokens, state = self._tokens(asked, sub_request), self._pool.state()
+        if tokens <= state.least_block:
+            return PromptHits(tokens, HitSource.APPROXIMATION, {})
+        found = self._index.look_up(chain, self._clock.now())
+        hits = _all_in_blocks(state, found, tokens) if found else {}
         return PromptHits(tokens, HitSource.APPROXIMATION, hits)
-
-    def _in_blocks(self, found: Mapping[Place, Hit], tokens: int) -> dict[Place, Hit]:
-        """Hits of a prompt of so many tokens in whole blocks of their nodes."""
-        nodes = self._pool.state().by_name
-        cuts: dict[tuple[object, Hit], Hit] = {}
-        hits: dict[Place, Hit] = {}
-        for place, hit in found.items():
-            node = nodes.get(place.node)
-            if node is not None:
-                key = node.match_rule, hit
-                cut = cuts.get(key)  # many places have the same of a system prompt
-                if cut is None:
-                    cut = cuts[key] = _in_blocks(node, hit, tokens)
-                if cut is not NO_HIT:
-                    hits[place] = cut
-        return hits
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         """The places of the plan will have the prompt; the one that computes it, its states."""
@@ -147,6 +137,21 @@ def _ids_or_parts(sub_request: SubRequest) -> tuple[Sequence[int], list[bytes]]:
         fields = taken
     ids = prompt_ids(fields)
     return ids, [] if ids else prompt_parts(fields)
+
+
+def _all_in_blocks(state: PoolState, found: Mapping[Place, Hit], tokens: int) -> dict[Place, Hit]:
+    """Hits of a prompt of so many tokens in whole blocks of their nodes.
+
+    Many places have the same of a system prompt, so no step of ours is taken for each of them.
+    """
+    kinds = list(zip(map(state.rule_of.get, map(_NODE, found)), found.values(), strict=True))
+    cuts = {
+        (rule, hit): NO_HIT if rule is None else _in_blocks(state.rules[rule], hit, tokens) for rule, hit in set(kinds)
+    }
+    hits = dict(zip(found, map(cuts.__getitem__, kinds), strict=True))
+    if NO_HIT in cuts.values():
+        return {place: hit for place, hit in hits.items() if hit is not NO_HIT}
+    return hits
 
 
 def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit:

@@ -265,22 +265,22 @@ class Comparison:
 
     def _one_of(self, near: list[_Scored], turn: int) -> _Scored:
         """One place of those that cost nearly the same. A node that has something cached is there once."""
-        known = {spot[0].name for _, spot, hit in near if hit is not NO_HIT}
-        if known:
+        if near[-1][2] is NO_HIT and near[0][2] is not NO_HIT:
+            known = {spot[0].name for _, spot, hit in near if hit is not NO_HIT}
             near = [each for each in near if each[2] is not NO_HIT or each[1][0].name not in known]
-        return near[self._which([spot[0] for _, spot, _ in near], turn)]
+        return near[self._which(near, turn)]
 
     def _hit_at(self, role: Role, spot: Spot) -> Hit:
         return next((hit for hit, spots in self._hits[role].items() if spot in spots), NO_HIT)
 
-    def _which(self, views: Sequence[NodeView], turn: int) -> int:
+    def _which(self, near: Sequence[_Scored], turn: int) -> int:
         """The session's own, where what is cached is an estimate: all turns are at one place then, and proxies find the
         same one. Else, of a few from the turn's on, the one that did least lately: what is cached there draws more."""
         needs = self.candidates.needs
         if needs.session is not None and (needs.prefix is None or needs.prefix.source is HitSource.APPROXIMATION):
-            return own_index(views, needs.session)
-        few = [(turn + step) % len(views) for step in range(min(FEW, len(views)))]
-        did = [sum(map(_RECENT, views[index].places)) for index in few]
+            return own_index([spot[0] for _, spot, _ in near], needs.session)
+        few = [(turn + step) % len(near) for step in range(min(FEW, len(near)))]
+        did = [sum(map(_RECENT, near[index][1][0].places)) for index in few]
         return few[did.index(min(did))]
 
     def _guessed(self, views: Sequence[NodeView], session: int) -> Hits:

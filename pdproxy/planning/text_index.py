@@ -18,7 +18,8 @@ import collections
 import enum
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 
 import msgspec
 
@@ -134,15 +135,20 @@ class TextIndex:
         if not known:
             return {}
         path = list(map(self._marks.__getitem__, chain.hashes[:known]))
-        depths = {place: known for place, met in path[-1].met.items() if met >= oldest}
+        depths = dict.fromkeys(_since(path[-1].met, oldest), known)
         if len(path[0].met) > len(depths):  # for who met any mark met the first
             _add_shallower(depths, path, oldest)
-        states = _deepest_states(path, depths, oldest)
-        tokens = {0: 0}
-        for end in {*depths.values(), *states.values()}:
-            tokens[end] = path[end - 1].tokens or self.tokens(chain, end)
-        state_of = states.get
-        return {place: Hit(tokens[end], tokens[state_of(place, 0)]) for place, end in depths.items()}
+        states = _deepest_states(path, oldest)
+        pairs = list(zip(depths.values(), map(states.get, depths, repeat(0)), strict=True))
+        hits = {
+            (end, state): Hit(self._until(path, chain, end), self._until(path, chain, state))
+            for end, state in set(pairs)
+        }
+        return dict(zip(depths, map(hits.__getitem__, pairs), strict=True))
+
+    def _until(self, path: Sequence[_Mark], chain: Chain, end: int) -> int:
+        """Tokens up to the mark that is the ``end``-th; 0 before the first."""
+        return (path[end - 1].tokens or self.tokens(chain, end)) if end else 0
 
     def sent(self, chain: Chain, places: Mapping[Place, KeptStates], now: float) -> None:
         """The prompt goes to these places."""
@@ -307,11 +313,16 @@ def _add_shallower(depths: dict[Place, int], path: Sequence[_Mark], oldest: floa
                 depths[place] = end
 
 
-def _deepest_states(path: Sequence[_Mark], depths: Mapping[Place, int], oldest: float) -> dict[Place, int]:
-    """The last mark at which each of these places has a state that it has kept or used since then."""
+def _deepest_states(path: Sequence[_Mark], oldest: float) -> dict[Place, int]:
+    """The last mark at which each place has a state that it has kept or used since then."""
     found: dict[Place, int] = {}
-    for end, states in [(end, mark.states) for end, mark in enumerate(path, 1) if mark.states][::-1]:
-        for place, met in states.items():
-            if met >= oldest and place in depths and place not in found:
-                found[place] = end
+    for end, states in [(end, mark.states) for end, mark in enumerate(path, 1) if mark.states]:
+        found |= dict.fromkeys(_since(states, oldest), end)
     return found
+
+
+def _since(times: Mapping[Place, float], oldest: float) -> Iterable[Place]:
+    """The places whose time is not before ``oldest``: all of them, as a rule."""
+    if min(times.values(), default=oldest) >= oldest:
+        return times
+    return [place for place, time in times.items() if time >= oldest]
