@@ -29,6 +29,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
+
 from pdproxy.nodes.demand import Demand
 
 
@@ -140,7 +142,7 @@ class _Line:
         self.pace = Pace(min(max((y - slope * x) / weight, LEAST_FIXED), MOST_FIXED), slope)
 
 
-class _Samples(NamedTuple):
+class _Samples(msgspec.Struct, frozen=True):
     """Samples of one kind of work at one place: seconds taken, seconds by the line, and those of the last sample."""
 
     took: float = 0.0
@@ -316,9 +318,8 @@ class Load:
         line.add(tokens, seconds)
         expected = line.pace.seconds(tokens)
         self._count_recent(place, tokens)
-        took, said, _ = samples.pop(place, _NO_SAMPLES)
-        kept = KEPT_OF_PLACE
-        self._know(work, place, _Samples(took * kept + seconds, said * kept + expected, expected))
+        before, kept = samples.pop(place, _NO_SAMPLES), KEPT_OF_PLACE
+        self._know(work, place, _Samples(before.took * kept + seconds, before.said * kept + expected, expected))
         avoided = next(iter(samples))
         if avoided is not place:
             self._know_less(work, avoided)

@@ -288,6 +288,10 @@ class NodeView:
         self.load = (self.active + 1) / self.room
         capacity = self.node.capacity
         place.crowd = capacity.crowd(place, self.node.ranks) if capacity is not None and place.sequences else place.legs
+        self.prompts_changed()
+
+    def prompts_changed(self) -> None:
+        """The prompts that wait at a place are others than before; its legs are not."""
         if len(self.places) > 1:
             self.lightest = min(self.places, key=_LIGHTEST)
             self.spot = self, self.lightest
@@ -327,9 +331,9 @@ class NodeView:
         capacity = self.node.capacity
         if capacity is None or not most:
             return True
-        held = self.footprint
-        return not held.sequences or (
-            capacity.part_taken(held.tokens + more.tokens, held.sequences + more.sequences) <= most
+        held = sum(map(_SEQUENCES, self.places))
+        return not held or (
+            capacity.part_taken(sum(map(_TOKENS, self.places)) + more.tokens, held + more.sequences) <= most
         )
 
 

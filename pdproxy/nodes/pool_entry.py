@@ -189,7 +189,7 @@ class Slot:
             return
         self._queued = False
         place.drop_prompt(load.key, load.queued)
-        entry.view.changed(place)
+        entry.view.prompts_changed()
         now = self._clock.now()
         if tokens is None or entry.left:
             place.end_prompt(self._began, now)

@@ -94,21 +94,14 @@ class JsonFormatter(LineFormatter):
 
 
 class Written(dict[str, str]):
-    """How short texts are written; remembered, for most lines have the same names, nodes, models, …
-
-    ``make``: writes a text.
-    """
-
-    def __init__(self, make: Callable[[str], str]) -> None:
-        super().__init__()
-        self._make = make
+    """How logfmt writes short texts; remembered, for most lines have the same names, nodes, models, …"""
 
     def __missing__(self, text: str) -> str:
-        made = self._make(text)
-        if len(text) <= _REMEMBERED_LENGTH:
-            if len(self) >= _MOST_REMEMBERED:
-                self.clear()
-            self[text] = made
+        if len(text) > _REMEMBERED_LENGTH:
+            return _logfmt(_cut(text))
+        if len(self) >= _MOST_REMEMBERED:
+            self.clear()
+        self[text] = made = text if _BARE(text) else json.dumps(text)
         return made
 
 
@@ -134,17 +127,17 @@ class TextFormatter(LineFormatter):
     def __init__(self) -> None:
         super().__init__()
         self._layout = functools.lru_cache(maxsize=_MOST_LAYOUTS)(Layout.of)
-        self._texts = Written(lambda text: _logfmt(_cut(text)))
+        self._texts = Written()
 
     def format(self, record: logging.LogRecord) -> str:
-        message, texts = _cut(record.getMessage(), 2 * LONGEST_VALUE), self._texts
+        message, texts, plain = _cut(record.getMessage(), 2 * LONGEST_VALUE), self._texts, _PLAIN
         line = f"time={_time(record)} {_head(record.levelname, record.name, message)}"
         # In one go, and without `extras`: it is done for each request.
         for more in (record.__dict__, trace_ids()):
             if more:
                 template, names = self._layout(tuple(more))
                 values = map(more.__getitem__, names)
-                line += template % tuple([value if type(value) in _PLAIN else texts[str(value)] for value in values])
+                line += template % tuple([value if type(value) in plain else texts[str(value)] for value in values])
         trace = self.traceback(record) if record.exc_info or record.stack_info else ""
         return f"{line} exception={json.dumps(trace)}" if trace else line
 

@@ -3,12 +3,13 @@
 import enum
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import Fault
 from pdproxy.observe.event_metrics import EventMetrics
-from pdproxy.observe.families import Counter, Gauge, Histogram, HistogramSeries
+from pdproxy.observe.families import Counter, CounterSeries, Gauge, Histogram, HistogramSeries
 from pdproxy.observe.keep_metrics import KeepMetrics
 from pdproxy.observe.labels import (
     Affinity,
@@ -28,6 +29,14 @@ from pdproxy.observe.labels import (
 )
 from pdproxy.observe.request_metrics import SECONDS, KeyMetrics, Made, RequestMetrics
 from pdproxy.reasons import RouteReason
+
+
+class _HitSeries(NamedTuple):
+    """The series of what a node of one role was taken to have cached, where that was right, or wrong in one way."""
+
+    prompts: CounterSeries
+    planned: CounterSeries
+    real: CounterSeries
 
 
 class Metrics:
@@ -68,6 +77,8 @@ class Metrics:
         self._predictions = counter(
             "pdproxy_hit_predictions_total", "Of the same prompts, whether the plan was right.", ["role", "outcome"]
         )
+        self._planned: Made[RouteReason, CounterSeries] = Made(self._plans.labels)
+        self._hits_by_outcome: Made[tuple[enum.StrEnum, Prediction], _HitSeries] = Made(self._hit_series)
         self._migrations = counter("pdproxy_migrations_total", "Streams that had to continue elsewhere.", ["outcome"])
         self._stalls = Histogram(
             "pdproxy_stream_stall_seconds",
@@ -169,13 +180,19 @@ class Metrics:
 
     def planned(self, reason: RouteReason) -> None:
         """Count a plan by what is cached."""
-        self._plans.labels(reason).inc()
+        self._planned[reason].inc()
 
     def hit(self, role: enum.StrEnum, planned: int, real: int, outcome: Prediction) -> None:
         """Count what a node of a role was taken to have cached of a prompt that it computed, and what it had."""
-        self._predictions.labels(role, outcome).inc()
-        self._planned_hits.labels(role).inc(planned)
-        self._real_hits.labels(role).inc(real)
+        series = self._hits_by_outcome[role, outcome]
+        series.prompts.inc()
+        series.planned.inc(planned)
+        series.real.inc(real)
+
+    def _hit_series(self, of: tuple[enum.StrEnum, Prediction]) -> _HitSeries:
+        role, outcome = of
+        prompts, planned, real = self._predictions.labels(role, outcome), self._planned_hits, self._real_hits
+        return _HitSeries(prompts, planned.labels(role), real.labels(role))
 
     def migrated(self, outcome: Attempt) -> None:
         """Count the attempt to continue a stream on another node."""

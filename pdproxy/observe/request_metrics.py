@@ -130,9 +130,9 @@ class RequestSeries:
         not positive add nothing."""
         counts = usage.prompt, usage.completion, usage.cached
         for count, of_model, of_key in zip(counts, self._tokens, key.tokens, strict=True):
-            if count is not None and count > 0:
-                of_model.inc(count)
-                of_key.inc(count)
+            if count is not None and count > 0:  # which `inc` would look at again
+                of_model.value += count
+                of_key.value += count
 
     def streamed(self, tokens: float, seconds: float) -> None:
         """A stream ended well: so many tokens came to each of its choices, the first one so many seconds ago."""

@@ -86,8 +86,8 @@ def note_event(name: str, facts: Mapping[str, str | int | float]) -> None:
 
 def trace_ids() -> dict[str, str]:
     """The ids of the current span, for a log line; empty outside of any trace."""
-    ids = trace.get_current_span().get_span_context()
-    if not ids.is_valid:
+    span = trace.get_current_span()
+    if span is trace.INVALID_SPAN or not (ids := span.get_span_context()).is_valid:
         return {}
     return {"trace_id": trace.format_trace_id(ids.trace_id), "span_id": trace.format_span_id(ids.span_id)}
 

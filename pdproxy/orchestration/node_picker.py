@@ -21,7 +21,7 @@ from pdproxy.orchestration.request_queue import Admission
 from pdproxy.orchestration.request_record import PromptRecord
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NextTurn, NoNode, Plan, PlanInput, UnknownModel
-from pdproxy.planning.prefix import Place, PromptHits
+from pdproxy.planning.prefix import PromptHits, place_of
 from pdproxy.planning.shares import ShareUse
 from pdproxy.request import Endpoint, Headers, SubRequest
 from pdproxy.settings.types import OnNoDecode
@@ -332,7 +332,7 @@ class NodePicker:
             self._context.metrics.hit(role, planned, cached, outcome)
             self._context.in_flight.planned_hits[role].add(usage.prompt or 0, planned, cached, outcome)
         if source is not None:
-            source.learn(self._sub_request, RealHit(Place(node.name, rank or 0), usage.prompt, cached))
+            source.learn(self._sub_request, RealHit(place_of(node.name, rank), usage.prompt, cached))
 
     def _record_affinity(self, role: Role, affinity: Affinity | None) -> None:
         if affinity is not None:

@@ -180,13 +180,13 @@ def _level(outcome: Outcome) -> int:
 
 
 def _write_line(level: int, message: str, request: RequestRecord, facts: Facts) -> None:
-    """As `Logger.log` does with ``extra``, but what all lines have in common is found once, and names are not checked:
-    these are the proxy's own."""
+    """As `Logger.log` does with ``extra``, but what all lines have in common is found once, names are not checked, for
+    these are the proxy's own, and no filter is asked, for the logger has none."""
     if _LOG.isEnabledFor(level):
         line = object.__new__(logging.LogRecord)
         own = {"created": time.time(), "request_id": request.name, "endpoint": request.path}
         line.__dict__ = {**_LINES[level, message], **own, **facts}
-        _LOG.handle(line)
+        _LOG.callHandlers(line)
 
 
 def _explain_failure(record: AnswerRecord) -> None:

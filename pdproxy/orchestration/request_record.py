@@ -261,7 +261,7 @@ class AnswerRecord(RequestRecord, kw_only=True):
         """The record of a request whose plan begins now; ``clock`` as in `PromptRecord`."""
         failure, endpoint, now = FailureRecord(), request.endpoint, clock()
         first = PromptRecord(clock, failure, now, now, span is not None)
-        name, path, model, key = request.request_id, endpoint.value, request.model, request.api_key
+        name, path, model, key = request.request_id, str(endpoint), request.model, request.api_key
         return cls(name, path, endpoint, model, key, failure, request=request, first=first, span=span)
 
     def further_prompt(self) -> PromptRecord:
@@ -302,7 +302,8 @@ class AnswerRecord(RequestRecord, kw_only=True):
 
     def facts(self, outcome: Outcome) -> Facts:
         """Outcome, nodes, plan, keeps, moves, failures, and milliseconds in each phase."""
-        first, facts = self.first, Facts(outcome=outcome.value)
+        first = self.first
+        facts: Facts = {"outcome": str(outcome)}  # a word's `value` takes three times as long
         for field, phase in _NODES:
             if phase in first.nodes:
                 facts[field] = first.nodes[phase]
@@ -312,12 +313,13 @@ class AnswerRecord(RequestRecord, kw_only=True):
             facts |= first.decision.facts()
         if first.keep is not None:
             facts |= first.keep.facts()
-        if moves := [move for prompt in self.prompts for move in prompt.moves]:
+        moves = [move for prompt in self.prompts for move in prompt.moves] if self.further else first.moves
+        if moves:
             facts |= _move_facts(moves)
         if first.route is not None:
-            facts["route"] = first.route.value
+            facts["route"] = str(first.route)
         if first.local_reason is not None:
-            facts["local_reason"] = first.local_reason.value
+            facts["local_reason"] = str(first.local_reason)
         facts |= self.failure.facts()
         for phase, seconds in first.took.items():
             # To tenths; with a number of digits `round` takes five times as long.

@@ -14,7 +14,7 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.prefix_source import RealHit
 from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
-from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place, PromptHits
+from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place, PromptHits, place_of
 from pdproxy.planning.renderings import HashesByScheme, KnownPrefix, Rendering
 from pdproxy.planning.text_chain import Chain, chain_of_completion, chain_of_ids, chain_of_text
 from pdproxy.planning.text_index import KeptStates, TextIndex
@@ -58,17 +58,17 @@ class TextPrefixSource:
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         """The places of the plan will have the prompt; the one that computes it, its states."""
-        asked, now = self._ask(sub_request), self._clock.now()
+        asked = self._ask(sub_request)
         asked.expected = (plan.prefill_hit or plan.decode_hit).resume
         decode, prefill, keeps = plan.decode, plan.prefill, KeptStates.ALL
         places: dict[Place, KeptStates] = {}
         if prefill is not None:
             keeps = KeptStates.END if decode.prefix_match_unit else KeptStates.NONE
             if prefill.ranks == 1 or plan.prefill_rank is not None:  # else vLLM chooses, and does not say which
-                places[Place(prefill.name, plan.prefill_rank or 0)] = KeptStates.ALL
+                places[place_of(prefill.name, plan.prefill_rank)] = KeptStates.ALL
         if decode.ranks == 1 or plan.decode_rank is not None:
-            places[Place(decode.name, plan.decode_rank or 0)] = keeps
-        self._index.sent(asked.chain, places, now)
+            places[place_of(decode.name, plan.decode_rank)] = keeps
+        self._index.sent(asked.chain, places, self._clock.now())
 
     def learn(self, sub_request: SubRequest, real: RealHit) -> None:
         """Learn how long the prompt was, and whether the place had the state that it was expected to have."""
@@ -135,6 +135,8 @@ def _ids_or_parts(sub_request: SubRequest) -> tuple[Sequence[int], list[bytes]]:
         if taken is None:
             return text.ids, text.take_parts()
         fields = taken
+    if isinstance(fields.get("prompt"), str):  # decoded, as of most completions
+        return (), prompt_parts(fields)
     ids = prompt_ids(fields)
     return ids, [] if ids else prompt_parts(fields)
 
@@ -160,12 +162,16 @@ def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit:
     A node without state groups resumes wherever its attention blocks end; others at a state, which is kept at the last
     boundary before the last token that was computed. Of a prefill leg that is earlier than the prompt's.
     """
-    block, leg, earlier = node.match_block, tokens, hit.resume
-    if Role.PREFILL in node.roles:
+    block, leg, earlier, attention = node.match_block, tokens, hit.resume, hit.attention
+    if Role.PREFILL in node.roles and node.keeps_states:
         leg = covered_tokens(node, tokens) if tokens else 0
         earlier = covered_tokens(node, earlier) if earlier else 0
-    attention = min(hit.attention, leg - 1) // block * block
+    if attention >= leg:
+        attention = leg - 1
+    attention -= attention % block
     if attention <= 0:
         return NO_HIT
-    resume = min(max(earlier - 1, 0) // block * block, attention)
-    return Hit(attention, resume if node.keeps_states else attention)
+    if not node.keeps_states:
+        return Hit(attention, attention)
+    resume = (earlier - 1) // block * block if earlier else 0
+    return Hit(attention, min(resume, attention))

@@ -1,6 +1,7 @@
 """The values that say what places have cached of one prompt. Plans are made from them. Pure."""
 
 import enum
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -13,6 +14,12 @@ class Place(NamedTuple):
 
     node: str
     rank: int = 0
+
+
+@functools.lru_cache(maxsize=4096)
+def place_of(node: str, rank: int | None) -> Place:
+    """The place of a rank, or of a node's only one: made once, for a request names several."""
+    return Place(node, rank or 0)
 
 
 class Hit(msgspec.Struct, frozen=True):
