@@ -8,7 +8,7 @@ id names the keep, on whatever node.
 from collections.abc import Sequence
 
 from pdproxy.clock import Clock
-from pdproxy.nodes.node import Node, Role
+from pdproxy.nodes.node import Node
 from pdproxy.observe.keep_metrics import KeepMetrics
 from pdproxy.observe.labels import KeepForget, KeepOutcome, KeepTurn
 from pdproxy.orchestration.keep_facts import KeepFacts
@@ -92,10 +92,7 @@ class PromptKeep:
 
     def order(self, node: Node, rank: int | None) -> Json:
         """The fields of a leg's ``kv_transfer_params`` to the place that computes the prompt; most need none."""
-        if rank is None and node.ranks > 1:
-            return {}
-        self._computes(node, Place(node.name, rank or 0))
-        if not node.keeps:
+        if not node.keeps or (rank is None and node.ranks > 1):
             return {}
         self._give_back()
         place, now = Place(node.name, rank or 0), self._clock.now()
@@ -125,12 +122,6 @@ class PromptKeep:
             fields["pdproxy_forget"] = others
         self._forgets = place, ids
         return fields
-
-    def _computes(self, node: Node, place: Place) -> None:
-        """Note where the conversation is at home. A decode node that resumes by itself leaves that as it is."""
-        if Role.PREFILL in node.roles:
-            capacity = None if node.capacity is None else node.capacity.tokens // node.ranks
-            self._conversations.computes(self._conversation, place, self._tokens, capacity)
 
     def told(self, kept: object) -> None:
         """The node that computes the prompt has answered; ``kept``: its field `calls.KEPT`, None where it has none."""

@@ -5,7 +5,7 @@ last mark of an earlier one tells whose turn it is, whether its client names a s
 marks of one API key are not those of another.
 
 Two prompts may go on from one: the first one is the conversation's next turn, the other one begins a branch, which
-inherits how long its pauses are. Conversations of large prompts are those of agents (`planning.agents`).
+inherits how long its pauses are.
 """
 
 import dataclasses
@@ -13,8 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from pdproxy.planning.agents import Agent, Agents
-from pdproxy.planning.plan_types import LARGE, NextTurn
+from pdproxy.planning.plan_types import NextTurn
 from pdproxy.planning.prefix import Place
 from pdproxy.planning.shares import LimitsByKey
 from pdproxy.reasons import KeepReason
@@ -58,8 +57,6 @@ class Conversation:
         kept: until when each place keeps it.
         tokens: that are kept.
         first_mark, last_mark: of the prompts of its last two turns.
-        home: the place that computed its last prompt, as a prefill node; a branch begins at that of its parent.
-        agent: whose it is, once a prompt of it was large.
     """
 
     id: str
@@ -73,8 +70,6 @@ class Conversation:
     tokens: int = 0
     first_mark: int | None = None
     last_mark: int | None = None
-    home: Place | None = None
-    agent: Agent | None = None
 
     def kept_until(self) -> float:
         """The latest time until which any place keeps it; without end while it is being answered."""
@@ -129,9 +124,6 @@ class Conversations:
         self._kept: dict[str, dict[str, Conversation]] = {}
         """Those that are kept, by API key and id."""
         self._returns: dict[str, _Returns] = {}
-        self._agents = Agents()
-        self._large = math.inf
-        """No place has a cache so small that a prompt of fewer tokens is large there."""
         self._forget: OrderedDict[Place, list[str]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -149,20 +141,15 @@ class Conversations:
         met = next((mark ^ salt for mark in reversed(marks) if mark ^ salt in by_mark), None)
         end, found = marks[-1] ^ salt, None if met is None else by_mark[met]
         if found is None:
-            agent = self._agents.of_prompt(marks, salt)
-            home = None if agent is None else agent.home
-            conversation = self._add(Conversation(self._new_id(), tenant, named, home=home, agent=agent), end)
+            conversation = self._add(Conversation(self._new_id(), tenant, named), end)
         elif found.running or found.last_mark != met:
             branch = Conversation(self._new_id(), tenant, named, pause=found.pause, turns=1)
-            branch.home, branch.agent = found.home, found.agent
             conversation = self._add(branch, end)
         else:
             conversation = found
             self._came_back(found, end, tokens, now)
         conversation.turns += 1
         conversation.running += 1
-        if conversation.agent is not None:
-            conversation.agent.running += 1
         if conversation.turns == 1:
             returns = self._returns_of(tenant)
             returns.all_begun += 1
@@ -177,31 +164,7 @@ class Conversations:
         likely = 1.0 if conversation.pause is not None else (returns.all_came_back + 1) / (returns.all_begun + 2)
         pause = max(returns.pause, conversation.pause or 0.0)
         kept_at = tuple(place for place, until in conversation.kept.items() if until > now)
-        expected = likely * max(tokens, returns.tokens)
-        if tokens <= self._large:
-            return NextTurn(PAUSES * pause, expected, kept_at)
-        if conversation.home is not None:
-            return NextTurn(PAUSES * pause, expected, kept_at, home=conversation.home)
-        others = self._agents.at(now)
-        return NextTurn(PAUSES * pause, expected, kept_at, others=others)
-
-    def computes(self, conversation: Conversation, place: Place, tokens: int, capacity: int | None) -> None:
-        """A prefill place, with a cache of so many tokens if that is known, computes its prompt of so many ``tokens``.
-
-        Where that is a large one, the conversation is an agent's, and lives there; so it does with all its branches.
-        """
-        conversation.home = place
-        if capacity is None:
-            return
-        self._large = min(self._large, LARGE * capacity)
-        if tokens <= LARGE * capacity:
-            return
-        agent = conversation.agent
-        if agent is None:
-            agent = conversation.agent = self._agents.begin(conversation.running)
-            if conversation.pause is not None:
-                self._agents.came_back(agent)
-        self._agents.lives(agent, place, conversation.last_mark)
+        return NextTurn(PAUSES * pause, likely * max(tokens, returns.tokens), kept_at)
 
     def cached(self, conversation: Conversation, seconds: float, now: float) -> None:
         """The place that computes a turn's prompt is done with it; if it was asked, it keeps it for so many ``seconds``
@@ -213,8 +176,6 @@ class Conversations:
     def answered(self, conversation: Conversation) -> None:
         """The answer to a turn has ended."""
         conversation.running -= 1
-        if conversation.agent is not None:
-            self._agents.answered(conversation.agent, conversation.ended + _usual_seconds(conversation))
 
     def seconds(self, conversation: Conversation, ask: KeepAsk | None) -> tuple[float, KeepReason | None]:
         """For how long to keep a conversation after this turn, and why; 0 and None if it is not to be kept."""
@@ -223,7 +184,7 @@ class Conversations:
         if self._keep is not Keep.AUTO:
             return 0.0, None
         if conversation.pause is not None:
-            return _usual_seconds(conversation), KeepReason.USUAL_PAUSE
+            return min(PAUSES * conversation.pause + SPARE, MOST_USUAL), KeepReason.USUAL_PAUSE
         returns = self._returns.get(conversation.tenant)
         if conversation.named and returns and (returns.begun < FEW or returns.came_back >= SELDOM * returns.begun):
             return FIRST_PAUSE, KeepReason.SESSION
@@ -252,12 +213,7 @@ class Conversations:
         return sum([self._let_go(conversation, place, now) for place in list(conversation.kept)])
 
     def forget_node(self, name: str, now: float) -> int:
-        """No place of this node is to keep any conversation any more; how many they kept. Those that are at home there
-        begin anew."""
-        self._agents.forget_node(name)
-        for each in self._all.values():
-            if each.home is not None and each.home.node == name:
-                each.home = None
+        """No place of this node is to keep any conversation any more; how many they kept."""
         kept = [(each, place) for each in self._all.values() for place in each.kept if place.node == name]
         return sum([self._let_go(each, place, now) for each, place in kept])
 
@@ -315,8 +271,6 @@ class Conversations:
         weight = max(NEWEST_TURN, 1.0 / returns.turns)
         returns.pause += weight * (pause - returns.pause)
         returns.tokens += weight * (tokens - returns.tokens)
-        if conversation.agent is not None:
-            self._agents.came_back(conversation.agent)
         self._move(conversation, end)
         self._all.move_to_end(conversation.id)
 
@@ -336,9 +290,3 @@ class Conversations:
         if kept:
             self.forget_later(place, (conversation.id,))
         return kept
-
-
-def _usual_seconds(conversation: Conversation) -> float:
-    """From the end of a prompt, within which the next one comes, most probably."""
-    pause = conversation.pause
-    return FIRST_PAUSE if pause is None else min(PAUSES * pause + SPARE, MOST_USUAL)

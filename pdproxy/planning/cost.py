@@ -13,8 +13,7 @@ prefixes there come back to it, and wait for this prompt; and this prompt's own 
 for theirs. Without that, conversations gather where their system prompt is, beside idle nodes.
 
 A prefill place whose cache is filled anew within the pauses of a conversation costs more, too, by what its next turn
-will lack there (`lost_tokens`): so conversations go to places that have room before others overflow. Large ones, as
-agents have, begin where the fewest of them live, and do not move for little (`with_agents`).
+will lack there (`lost_tokens`): so conversations go to places that have room before others overflow.
 """
 
 import operator
@@ -26,7 +25,7 @@ import msgspec
 
 from pdproxy.nodes.load import Load, PlaceLoad, Work
 from pdproxy.nodes.node import Node, NodeView, Role, Spot
-from pdproxy.planning.plan_types import LARGE, NextTurn
+from pdproxy.planning.plan_types import NextTurn
 from pdproxy.planning.prefix import Hit, Place
 
 COPY_SHARE = 1.0
@@ -42,8 +41,6 @@ SEQUENCE_SECONDS = 0.01
 """Seconds that each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
 SELDOM_LOST = 3
 """The power by which a turn loses less where blocks stay longer: an eighth where they stay twice as long."""
-MOVED = 0.1
-"""The part of a large prompt that is charged where its conversation would move to another place."""
 _CROWD = operator.attrgetter("lightest.crowd")
 _BELOW = 1.0 - 1e-9
 """Times a bound, so that no rounding brings a price below it."""
@@ -80,29 +77,6 @@ def lost_tokens(turn: NextTurn | None, stays: Mapping[Place, float]) -> Mapping[
         for place, seconds in stays.items()
         if place not in turn.kept_at
     }
-
-
-def with_agents(
-    lost: Mapping[Place, float], turn: NextTurn, tokens: int, spots: Mapping[tuple[str, int], Spot]
-) -> Mapping[Place, float]:
-    """``lost``, and what a large prompt is charged besides, in tokens: so agents spread as they begin, and then stay.
-
-    A first prompt is charged its own length for each agent that lives at a place, for each will have to wait for the
-    other one's prompts, or have its own evicted by them. A later one is charged `MOVED` of it where it would move.
-
-    Args:
-        lost: see `lost_tokens`.
-        tokens: in the prompt.
-        spots: the places that may compute it, by node and rank.
-    """
-    charged = dict(lost)
-    for (name, rank), (view, _) in spots.items():
-        place, capacity = Place(name, rank), view.node.capacity
-        if capacity is None or tokens <= LARGE * (capacity.tokens // view.node.ranks):
-            continue
-        part = turn.others.get(place, 0.0) if turn.home is None else MOVED * (place != turn.home)
-        charged[place] = charged.get(place, 0.0) + part * tokens
-    return charged
 
 
 class Estimate(msgspec.Struct, frozen=True):

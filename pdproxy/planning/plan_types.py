@@ -1,8 +1,5 @@
 """Plans: what one is made for, what it says, and why there may be none. Values."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 import msgspec
 
 from pdproxy.errors import PdproxyError
@@ -34,10 +31,6 @@ class UnknownModel(PdproxyError):
         self.known = known
 
 
-LARGE = 1 / 48
-"""The part of a place's cache above which a prompt is a large one, such as agents have."""
-
-
 class NextTurn(msgspec.Struct, frozen=True):
     """The prompt that is expected to go on from this one.
 
@@ -45,15 +38,11 @@ class NextTurn(msgspec.Struct, frozen=True):
         seconds: within which it comes, most probably.
         tokens: that it would lack if they were evicted meanwhile; fewer where it may not come.
         kept_at: the places that keep its conversation: there they are not evicted.
-        home: where this prompt may be a large one, the place that computed the one before it.
-        others: where it may be a large one, and the first one, how many agents live at each place.
     """
 
     seconds: float
     tokens: float
     kept_at: tuple[Place, ...] = ()
-    home: Place | None = None
-    others: Mapping[Place, float] = MappingProxyType({})
 
 
 class PlanInput(msgspec.Struct, frozen=True):
