@@ -12,7 +12,7 @@ import httpx
 from deploy.local.model.quiz import quiz
 from deploy.local.node import Node, NodeSpec, Role, on_free_ports, start_node
 from deploy.local.readiness import await_ready
-from deploy.local.stack import NODES_UP_WITHIN_S, PROBES, Proxy, ProxySpec, Until, await_nodes, logs_of, start_nodes
+from deploy.local.stack import NODES_UP_WITHIN_S, Proxy, ProxySpec, Until, await_nodes, logs_of, start_nodes
 from deploy.local.stack import start_proxy as start
 from deploy.local.supervise import Supervisor
 from tests.e2e.asking import Way
@@ -48,7 +48,7 @@ class Equals:
         await_nodes(self.supervisor, [self.nodes[number]], print)
         await_ready(
             {"every node's place": proxy.admin_url + Until.JOINED.value}, within=NODES_UP_WITHIN_S,
-            still_alive=self.supervisor.require_all_alive, say=print, probe=PROBES[Until.JOINED],
+            still_alive=self.supervisor.require_all_alive, say=print, probe=take_requests,
         )  # fmt: skip
 
     async def talk(self, proxy: Proxy, talks: int) -> list[Turn]:
@@ -65,6 +65,15 @@ class Equals:
                 return
             assert time.monotonic() < limit, held
             time.sleep(0.5)
+
+
+def take_requests(url: str) -> bool:
+    """Whether `GET url` (the proxy's `/nodes`) says that all nodes take requests.
+
+    A node that was back before health checks missed it is *probing* until a request has ended well there.
+    """
+    nodes = httpx.get(url, trust_env=False).json()["nodes"]
+    return {node["state"] for node in nodes} <= {"up", "probing"}
 
 
 @contextmanager
