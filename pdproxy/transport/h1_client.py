@@ -28,9 +28,6 @@ KEEP = 4.0
 """Seconds that a connection may idle: less than the 5 s after which a vLLM server closes it
 (VLLM_HTTP_TIMEOUT_KEEP_ALIVE), so that a request seldom meets a connection that is being closed. One that does is sent
 again (`H1Transport.send`)."""
-AT_WORK = 0.1
-"""Seconds for which a connection may have idled where it is not asked, by a system call, whether it still stands: the
-event loop has told of all but what came in its last turn, and servers do not close a connection so soon."""
 _MOST = 256
 """Idle connections kept for one origin."""
 
@@ -51,7 +48,7 @@ class ConnectionPool:
         while stack:
             connection = stack.pop()
             idled = self._clock.now() - connection.idle_since
-            if not connection.lost and (idled < AT_WORK or (idled < KEEP and connection.quiet)):
+            if not connection.lost and idled < KEEP and connection.quiet:
                 return connection
             connection.abort()
         return None
