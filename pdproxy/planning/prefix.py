@@ -1,7 +1,6 @@
 """The values that say what places have cached of one prompt. Plans are made from them. Pure."""
 
 import enum
-import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -16,9 +15,8 @@ class Place(NamedTuple):
     rank: int = 0
 
 
-@functools.lru_cache(maxsize=4096)
 def place_of(node: str, rank: int | None) -> Place:
-    """The place of a rank, or of a node's only one: made once, for a request names several."""
+    """The place of a rank, or of a node's only one."""
     return Place(node, rank or 0)
 
 
