@@ -31,13 +31,15 @@ OTHERWISE = frozenset(
 
 
 def cases() -> dict[str, Case]:
-    """Tests of the other transport that want nothing but a transport."""
+    """Tests of the other transport that want nothing but a transport: neither an argument nor, by a mark, a fixture."""
     files = (test_http_answers, test_http_faults, test_http_leaving, test_http_size)
     found = (pair for file in files for pair in inspect.getmembers(file, inspect.iscoroutinefunction))
     return {
         name: case
         for name, case in found
-        if name.startswith("test_") and inspect.signature(case).parameters.keys() == {"transport"}
+        if name.startswith("test_")
+        and inspect.signature(case).parameters.keys() == {"transport"}
+        and not hasattr(case, "pytestmark")
     }
 
 
