@@ -101,8 +101,9 @@ bench: env ## measure the proxy beside vllm-router and smg (ten minutes; PYTHONS
 bench-engines: env ## real engines asked by guidellm: alone, behind pdproxy, behind another router (15 minutes; ROUNDS=3: 10); WRITE=1: into docs
 	$(RUN) -m deploy.bench.engines $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter 1,$(WRITE)),--docs docs)
 
-bench-plan: env ## what the policies make of traces, simulated; LARGE=1: 64 + 64 nodes; RIVALS=1: beside other routers; ROLES=1: nodes of both roles beside fixed splits
-	$(RUN) -m $(if $(filter 1,$(ROLES)),deploy.bench.roles,deploy.bench.plan $(if $(TRACES)$(ONLY),,--docs docs) $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large) \
+bench-plan: env ## what the policies make of traces, simulated; LARGE=1: 64 + 64 nodes; RIVALS=1: beside other routers; ROLES=1: nodes of both roles beside fixed splits; WRITE=1: into docs
+	$(RUN) -m $(if $(filter 1,$(ROLES)),deploy.bench.roles $(if $(filter 1,$(WRITE)),--write docs/decisions/roles-figures.md),\
+		deploy.bench.plan $(if $(filter 1,$(WRITE)),--write) $(if $(filter 1,$(RIVALS)),--rivals) $(if $(filter 1,$(LARGE)),--large) \
 		$(if $(TRACES),--traces $(TRACES)) $(if $(ONLY),--only $(ONLY)))
 
 # The results name tests by version of vLLM; tables are made of them. An hour for each version.

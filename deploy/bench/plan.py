@@ -1,7 +1,8 @@
 """`python -m deploy.bench.plan`: what the policies make of traces, simulated; with ``--rivals`` over HTTP, others too.
 
-Every outcome is kept as a file of its own, so that a long comparison can be made in parts; the tables and plots are of
-all that are there, and ``--kept`` makes them without another run.
+Every outcome is kept as a file of its own, so that a long comparison can be made in parts; the tables are of all that
+are there, and ``--kept`` makes them without another run. ``--write`` puts them, and plots of them, into the
+documentation.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from deploy.bench import generators
 from deploy.bench.bounds import greedy, least_computed
 from deploy.bench.hybrid_cache import CacheShape
 from deploy.bench.outcome import Outcome
-from deploy.bench.plan_report import Row, against_others, write_report, write_tables
+from deploy.bench.plan_report import FIGURES, GUIDE, Row, against_others, make_report, write_tables
 from deploy.bench.recorded import mooncake, rescaled, weka
 from deploy.bench.replay import ReplayError, run
 from deploy.bench.routers import RIVALS, Router, make_environments, pdproxy
@@ -73,10 +74,7 @@ class Store:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for, and write the report; the process's exit status."""
-    parser = _parser()
-    asked = parser.parse_args(arguments)
-    if asked.write and asked.docs is None:
-        parser.error("--write needs --docs, where the page is")
+    asked = _parser().parse_args(arguments)
     store, fleet = Store(asked.keep), Fleet()
     traces = [*(generators.ALL[name](asked.seed) for name in asked.traces), *_recorded(asked)]
     cases = [("simulated", fleet, trace) for trace in traces]
@@ -90,11 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bounds = {(way, trace.name): _bounds(trace, nodes) for way, nodes, trace in cases}
     bounds |= {("http", trace.name): bounds["simulated", trace.name] for trace in traces}
     rows = list(store.rows())
-    report, ratios = write_report(rows, bounds, asked.docs), against_others(rows, bounds)
+    report, ratios = make_report(rows, bounds), against_others(rows, bounds)
     print(report)
     print(f"\n{ratios}")
     if asked.write:
-        write_tables(asked.docs / "planning.md", report, ratios)
+        write_tables(asked.docs, report, ratios)
     return status
 
 
@@ -166,9 +164,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faster", type=float, default=1.0, help="times that recorded requests come faster")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, default=KEPT, help="where outcomes are kept (default %(default)s)")
-    parser.add_argument("--docs", type=Path, default=None, help="where to write the plots; none are written without")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the pages are (default %(default)s)")
     parser.add_argument(
-        "--write", action="store_true", help="write the tables of these traces into planning.md there, too"
+        "--write", action="store_true", help=f"write the tables of these traces into {FIGURES} and {GUIDE} there"
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Tables and plots of outcomes: pure, but for the plots' files."""
+"""Tables and plots of outcomes: pure, but for `write_tables`, which writes them into the documentation."""
 
 import math
 import re
@@ -19,7 +19,9 @@ WAYS: Mapping[str, str] = MappingProxyType(
     }
 )
 HTTP = "http"
-"""The way of the plots on `docs/planning.md`, and of comparisons with other proxies."""
+"""The way of the plots, and of comparisons with other proxies."""
+GUIDE, FIGURES = Path("planning.md"), Path("decisions/planning-figures.md")
+"""The pages in the folder of the documentation: one with the plots and the comparison, one with all tables."""
 Bounds = Mapping[tuple[str, str], tuple[float, float]]
 """By way and trace: the least possible share of computed tokens, and the greedy plan's."""
 
@@ -36,18 +38,18 @@ class Row(NamedTuple):
     outcome: Outcome
 
 
-def write_report(rows: Sequence[Row], bounds: Bounds, docs: Path | None) -> str:
-    """A table for each way and trace that has bounds; the two plots are written where ``docs`` is given."""
+def make_report(rows: Sequence[Row], bounds: Bounds) -> str:
+    """A table for each way and trace that has bounds."""
     parts = list[str]()
-    for way, said in WAYS.items():
+    for way in WAYS:
         here = [row for row in rows if row.way == way and (way, row.trace) in bounds]
-        parts += [f"\n## {said[0].upper()}{said[1:]}"] * bool(here)
+        parts += [f"\n{_heading(way)}"] * bool(here)
         parts += [_table(here, trace, bounds[way, trace]) for trace in _traces(here)]
-        if docs is not None and here and way == HTTP:
-            least = {trace: bounds[way, trace][0] * 100 for trace in _traces(here)}
-            for name, plot in _plots(here, least).items():
-                (docs / f"planning-{way}-{name}.svg").write_text(plot, encoding="utf-8")
     return "\n".join(parts)
+
+
+def _heading(way: str) -> str:
+    return f"## {WAYS[way][0].upper()}{WAYS[way][1:]}"
 
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -79,31 +81,40 @@ def _ratios(trace: str, ours: Outcome, others: Sequence[Outcome], least: float) 
 
 
 TABLES_BEGIN = "## In one process, on a clock that is set"
-"""The mark in `docs/planning.md`: from this line to its end stand the report's tables."""
+"""The mark in `FIGURES`: from this line to the page's end stand the report's tables."""
 RATIOS_BEGIN, RATIOS_END = "<!-- against others -->", "<!-- end -->"
-"""The lines there between which `against_others` stands."""
+"""The lines in `GUIDE` between which `against_others` stands."""
 
 
-def write_tables(page: Path, report: str, ratios: str = "") -> None:
-    """Put a report's tables in the place of those of the same ways and traces on the page; ``ratios`` likewise.
+def write_tables(docs: Path, report: str, ratios: str = "") -> None:
+    """Put a report's tables in the place of those of the same ways and traces; ``ratios`` likewise; draw the plots.
+
+    The plots show what the page of figures then has, so that they and its tables agree whichever traces were run.
 
     Raises:
-        ValueError: the page has no place for them.
+        ValueError: a page has no place for them.
     """
-    text, begin, written = page.read_text(encoding="utf-8").partition(f"\n{TABLES_BEGIN}\n")
+    guide, figures = docs / GUIDE, docs / FIGURES
+    text, begin, written = figures.read_text(encoding="utf-8").partition(f"\n{TABLES_BEGIN}\n")
     if not begin:
-        raise ValueError(f"{page} has no line {TABLES_BEGIN!r}")
+        raise ValueError(f"{figures} has no line {TABLES_BEGIN!r}")
     if ratios:
-        before, first, rest = text.partition(RATIOS_BEGIN)
-        between, last, after = rest.partition(RATIOS_END)
-        if not first or not last:
-            raise ValueError(f"{page} has no lines {RATIOS_BEGIN!r} and {RATIOS_END!r}")
-        text = f"{before}{first}\n{_with_newer_lines(between, ratios)}\n{last}{after}"
+        guide.write_text(_with_ratios(guide, ratios), encoding="utf-8")
     tables = _by_heading(f"\n{TABLES_BEGIN}\n{written}")
     for heading, newer in _by_heading(f"\n{report}").items():
         tables[heading] = {**tables.get(heading, {}), **newer}
     parts = [f"{heading}\n\n" + "\n\n".join(each.values()) for heading, each in tables.items()]
-    page.write_text("\n\n".join([text.rstrip(), *parts]) + "\n", encoding="utf-8")
+    figures.write_text("\n\n".join([text.rstrip(), *parts]) + "\n", encoding="utf-8")
+    for name, plot in _plots(tables.get(_heading(HTTP), {})).items():
+        (docs / f"planning-{HTTP}-{name}.svg").write_text(plot, encoding="utf-8")
+
+
+def _with_ratios(page: Path, ratios: str) -> str:
+    before, first, rest = page.read_text(encoding="utf-8").partition(RATIOS_BEGIN)
+    between, last, after = rest.partition(RATIOS_END)
+    if not first or not last:
+        raise ValueError(f"{page} has no lines {RATIOS_BEGIN!r} and {RATIOS_END!r}")
+    return f"{before}{first}\n{_with_newer_lines(between, ratios)}\n{last}{after}"
 
 
 def _with_newer_lines(table: str, newer: str) -> str:
@@ -147,17 +158,22 @@ def _line(outcome: Outcome) -> str:
     )
 
 
-def _plots(rows: Sequence[Row], least: Mapping[str, float]) -> dict[str, str]:
-    traces = _traces(rows)
-    computed = {
-        trace: [Bar(row.outcome.name, row.outcome.share * 100) for row in rows if row.trace == trace]
-        for trace in traces
-    }
-    waited = {
-        trace: [Bar(row.outcome.name, row.outcome.mean * 1000) for row in rows if row.trace == trace]
-        for trace in traces
-    }
+_LEAST = re.compile(r": at least ([\d.]+)% must be computed")
+_BARS = re.compile(r"^\| ([^|(]+?)(?: \([^|]*\))? \| ([\d.]+)% \| [\d.]+% \| ([\d.]+) \|", re.MULTILINE)
+"""By line of a table: the proxy's name, the computed percentage, the mean first token in seconds."""
+
+
+def _plots(tables: Mapping[str, str]) -> dict[str, str]:
+    """The plots of the tables of one way, by trace; none without tables."""
+    computed, waited, least = dict[str, list[Bar]](), dict[str, list[Bar]](), dict[str, float]()
+    for trace, table in tables.items():
+        (least[trace],) = map(float, _LEAST.findall(table))
+        found = sorted(_BARS.findall(table))
+        computed[trace] = [Bar(name, float(share)) for name, share, _ in found]
+        waited[trace] = [Bar(name, float(mean) * 1000) for name, _, mean in found]
+    if not tables:
+        return {}
     return {
-        "computed": bars("Prompt tokens that were computed, %", computed, least),
+        "computed": bars("Prompt tokens that were computed, %; dashed: the least possible", computed, least),
         "first-token": bars("Mean time to the first token, ms", waited, {}),
     }

@@ -10,13 +10,15 @@ import pytest
 from deploy.bench.outcome import Outcome
 from deploy.bench.plan import Store, main
 from deploy.bench.plan_report import (
+    FIGURES,
+    GUIDE,
     RATIOS_BEGIN,
     RATIOS_END,
     TABLES_BEGIN,
     TIMES,
     Row,
     against_others,
-    write_report,
+    make_report,
     write_tables,
 )
 from deploy.bench.svg import Bar, bars
@@ -49,35 +51,43 @@ def test_outcomes_are_kept_and_reported(tmp_path: Path) -> None:
     store.keep("http", "chat", outcome("pdproxy"))
     rows = list(store.rows())
     assert [row for row in rows if row.way == "simulated"] == [Row("simulated", "chat", made)]
-    text = write_report(rows, {("simulated", "chat"): (0.25, 0.3), ("http", "chat"): (0.25, 0.3)}, tmp_path)
+    text = make_report(rows, {("simulated", "chat"): (0.25, 0.3), ("http", "chat"): (0.25, 0.3)})
     assert "chat: at least 25.0% must be computed" in text
     assert "| hybrid | 45.0% | 5.0% | 0.505 | 0.500 | 0.900 | 0.990 | 1,234 | 1.50 | 75.0% |" in text
-    plots = {plot.name for plot in tmp_path.glob("planning-*.svg")}
-    assert plots == {"planning-http-computed.svg", "planning-http-first-token.svg"}
+
+
+def pages(docs: Path, tables: str = "", ratios: str = "") -> tuple[Path, Path]:
+    """A folder of documentation with the two pages."""
+    guide, figures = docs / GUIDE, docs / FIGURES
+    figures.parent.mkdir()
+    guide.write_text(f"# Guide\n\n{RATIOS_BEGIN}\n{ratios}\n{RATIOS_END}\n\nMore.\n", encoding="utf-8")
+    figures.write_text(f"# Title\n\nText.\n\n{TABLES_BEGIN}\n\n{tables}\n", encoding="utf-8")
+    return guide, figures
 
 
 def test_tables_are_written_in_the_place_of_earlier_ones(tmp_path: Path) -> None:
-    page, rows = tmp_path / "planning.md", [Row("simulated", "chat", outcome())]
-    report = write_report(rows, {("simulated", "chat"): (0.25, 0.3)}, None)
-    page.write_text(f"# Title\n\nText.\n\n{TABLES_BEGIN}\n\nchat: at least one\n", encoding="utf-8")
+    guide, figures = pages(tmp_path, "chat: at least one")
+    before = guide.read_text(encoding="utf-8")
+    report = make_report([Row("simulated", "chat", outcome())], {("simulated", "chat"): (0.25, 0.3)})
     for _ in range(2):
-        write_tables(page, report)
-        assert page.read_text(encoding="utf-8") == f"# Title\n\nText.\n\n{report.strip()}\n"
-    page.write_text("# Title\n", encoding="utf-8")
+        write_tables(tmp_path, report)
+        assert figures.read_text(encoding="utf-8") == f"# Title\n\nText.\n\n{report.strip()}\n"
+    assert guide.read_text(encoding="utf-8") == before
+    assert not list(tmp_path.glob("*.svg"))
+    figures.write_text("# Title\n", encoding="utf-8")
     with pytest.raises(ValueError, match="no line"):
-        write_tables(page, report)
+        write_tables(tmp_path, report)
 
 
 def test_tables_of_other_traces_and_ways_stay(tmp_path: Path) -> None:
-    page = tmp_path / "planning.md"
-    over_http = "## Over HTTP, on loopback\n\nchat: at least 3 %\n\n| c |"
+    over_http = "## Over HTTP, on loopback\n\nchat: at least 3% must be computed\n\n| c |"
     older = f"agents: at least 1 %\n\n| a |\n\nchat: at least 2 %\n\n| b |\n\n{over_http}"
-    page.write_text(f"# Title\n\n{TABLES_BEGIN}\n\n{older}\n", encoding="utf-8")
-    write_tables(page, write_report([Row("simulated", "chat", outcome())], {("simulated", "chat"): (0.25, 0.3)}, None))
-    text = page.read_text(encoding="utf-8")
+    _, figures = pages(tmp_path, older)
+    write_tables(tmp_path, make_report([Row("simulated", "chat", outcome())], {("simulated", "chat"): (0.25, 0.3)}))
+    text = figures.read_text(encoding="utf-8")
     for kept in (
         "agents: at least 1 %\n\n| a |\n\nchat: at least 25.0%",
-        "\n\n## Over HTTP, on loopback\n\nchat: at least 3 %\n\n| c |\n",
+        "\n\n## Over HTTP, on loopback\n\nchat: at least 3% must be computed\n\n| c |\n",
     ):
         assert kept in text
     assert "| b |" not in text
@@ -94,16 +104,34 @@ def test_this_proxy_is_compared_with_the_best_other_in_each_column(tmp_path: Pat
         "| chat, with sessions | 1.12 x | 2.25 x | 1.00 x | 1.00 x |",
         "| chat, without sessions | 0.50 x | 1.00 x | 1.00 x | 1.00 x |",
     ]
-    page = tmp_path / "planning.md"
     head = "| | computed | of the least possible | mean first token | p99 |\n|---|---|---|---|---|"
     older = f"{head}\n| agents, with sessions | 2 |\n| chat, with sessions | 3 |"
-    page.write_text(f"{RATIOS_BEGIN}\n{older}\n{RATIOS_END}\n\nText.\n\n{TABLES_BEGIN}\n", encoding="utf-8")
-    write_tables(page, "", ratios)
-    agents, *chats = page.read_text(encoding="utf-8").splitlines()[3:6]
+    guide, _ = pages(tmp_path, ratios=older)
+    write_tables(tmp_path, "", ratios)
+    agents, *chats = guide.read_text(encoding="utf-8").splitlines()[5:8]
     assert (agents, chats) == ("| agents, with sessions | 2 |", ratios.splitlines()[2:])
-    page.write_text(f"Text.\n\n{TABLES_BEGIN}\n", encoding="utf-8")
+    guide.write_text("Text.\n", encoding="utf-8")
     with pytest.raises(ValueError, match="no lines"):
-        write_tables(page, "", ratios)
+        write_tables(tmp_path, "", ratios)
+
+
+def test_plots_show_the_tables_of_the_page_whichever_traces_were_run(tmp_path: Path) -> None:
+    late = outcome("pdproxy cache")
+    late.late = 0.01
+    first = make_report(
+        [Row("http", "chat", late), Row("http", "chat", outcome("smg"))], {("http", "chat"): (0.2, 0.3)}
+    )
+    pages(tmp_path)
+    write_tables(tmp_path, first)
+    write_tables(tmp_path, make_report([Row("http", "agents", outcome("smg"))], {("http", "agents"): (0.1, 0.3)}))
+    plots = {plot.name: ET.parse(plot) for plot in tmp_path.glob("*.svg")}
+    assert set(plots) == {"planning-http-computed.svg", "planning-http-first-token.svg"}
+    svg = "{http://www.w3.org/2000/svg}"
+    texts = [text.text for text in plots["planning-http-computed.svg"].iter(f"{svg}text")][1:]
+    assert texts == ["chat", "pdproxy cache", "45", "smg", "45", "agents", "smg", "45"]
+    assert len(list(plots["planning-http-computed.svg"].iter(f"{svg}line"))) == 2
+    waited = [text.text for text in plots["planning-http-first-token.svg"].iter(f"{svg}text")]
+    assert waited.count("505") == 3
 
 
 def test_earlier_runs_are_reported_without_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

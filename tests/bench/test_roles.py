@@ -88,7 +88,7 @@ def test_equal_nodes_serve_chats_and_agents_about_as_well_as_the_best_split_of_t
 
 
 def test_the_page_keeps_what_stands_before_the_figures(tmp_path: Path) -> None:
-    page = tmp_path / "roles.md"
+    page = tmp_path / "roles-figures.md"
     page.write_text(f"# Title\n\nText.\n\n{TABLES_BEGIN}\n\nolder\n", encoding="utf-8")
     assert (
         main(["--nodes", "2", "--machines", "measured", "--seeds", "1", "--traces", "agents", "--write", str(page)])
