@@ -1,6 +1,6 @@
 # The proxy: slim, non-root, fine with a read-only root file system, no torch.
 #   docker build -f deploy/docker/proxy.Dockerfile -t pdproxy .
-# Its Python is built with a profile of how it runs: a quarter fewer instructions (docs/benchmarks.md).
+# Its Python is built with a profile of how it runs: a quarter fewer instructions (docs/decisions/request-cost.md#interpreters).
 # The full image has binutils; nothing of it but the environment is in the result.
 FROM python:3.13-trixie AS build
 WORKDIR /src

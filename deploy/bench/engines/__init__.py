@@ -5,7 +5,7 @@ __main__   the order of things ─► targets     starts engines and proxies
              │                    environment installs guidellm, once
              │                    guidellm    one run of the tool; its report, read
              │                    legs        first tokens one at a time, beside the two legs sent by hand
-             └► figures (pure) ─► report      tables, plots, the section of docs/benchmarks.md
+             └► figures (pure) ─► report      tables, plots, docs/decisions/real-engines.md
 loads: what is asked
 ```
 """

@@ -21,6 +21,8 @@ from deploy.bench.engines.results import Results
 from deploy.bench.engines.targets import AGGREGATED, BEHIND_PROXIES, PDPROXY, ROUTER, TARGETS
 from deploy.bench.svg import Bar, bars
 
+PAGE = Path("decisions/real-engines.md")
+"""In the folder of the documentation."""
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 """Marks in the page: a run writes what is between them."""
 PLOTS: Mapping[str, str] = {
@@ -175,14 +177,14 @@ def _bar(target: str, found: Estimate) -> Bar:
 
 
 def write(results: Results, docs: Path) -> None:
-    """The plots, and the figures' part of `benchmarks.md`. Raises ValueError where the page has no place for them."""
-    page = docs / "benchmarks.md"
+    """The plots, and the figures' part of `PAGE`. Raises ValueError where the page has no place for them."""
+    page = docs / PAGE
     before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{page} has no place for figures: {BEGIN} … {END}")
     drawn = plots(results)
-    shown = "\n".join(f"![{PLOTS[kind]}]({name})" for kind, name in zip(PLOTS, drawn, strict=True))
+    shown = "\n".join(f"![{PLOTS[kind]}](../{name})" for kind, name in zip(PLOTS, drawn, strict=True))
     page.write_text(f"{before}{BEGIN}\n\n{text(results)}\n\n{shown}\n\n{END}{after}", encoding="utf-8")
     for name, plot in drawn.items():
         (docs / name).write_text(plot, encoding="utf-8")

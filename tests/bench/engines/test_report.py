@@ -19,7 +19,7 @@ from deploy.bench.engines.figures import (
 from deploy.bench.engines.guidellm import Answer
 from deploy.bench.engines.legs import DIRECT
 from deploy.bench.engines.loads import LONG, MIXED, ONE, SHORT, USUAL
-from deploy.bench.engines.report import BEGIN, END, ahead, behind, losses, plots, text, write
+from deploy.bench.engines.report import BEGIN, END, PAGE, ahead, behind, losses, plots, text, write
 from deploy.bench.engines.results import Results
 from deploy.bench.engines.targets import AGGREGATED, PDPROXY, ROUTER
 
@@ -142,7 +142,8 @@ def test_what_was_found_is_kept_whole(tmp_path: Path) -> None:
 
 
 def test_the_page_gets_figures_and_plots_in_the_place_of_earlier_ones(tmp_path: Path) -> None:
-    page, results = tmp_path / "benchmarks.md", made()
+    page, results = tmp_path / PAGE, made()
+    page.parent.mkdir()
     page.write_text(f"before\n\n{BEGIN}\nolder\n{END}\n\nafter\n", encoding="utf-8")
     for _ in range(2):
         write(results, tmp_path)
@@ -152,7 +153,7 @@ def test_the_page_gets_figures_and_plots_in_the_place_of_earlier_ones(tmp_path: 
         assert text(results) in written
         assert "older" not in written
     for name in plots(results):
-        assert f"({name})" in written
+        assert f"(../{name})" in written
         assert (tmp_path / name).exists()
     page.write_text("no place", encoding="utf-8")
     with pytest.raises(ValueError, match="no place for figures"):
