@@ -22,7 +22,8 @@ PAGE = """\
 longest context. "No": it does not start. All are with {margin:.0%} of the GPU's memory to spare,
 `--gpu-memory-utilization` {gpu_memory}, `--max-num-batched-tokens` 8,192 and vLLM's own types of cache and state.
 
-{tables} So the default of compose and of the chart, Qwen3.6-35B-A3B in FP8, starts on one GPU of 80 GB for each role,
+{tables}
+The default of compose and of the chart, Qwen3.6-35B-A3B in FP8, starts on one GPU of 80 GB for each role,
 with `--max-num-seqs` 256 and a context of 32,768 tokens (`MAX_NUM_SEQS` and `MAX_MODEL_LEN` in `.env`,
 `model.maxSequences` and `model.maxLength` of the chart). In bfloat16 it does not.
 
