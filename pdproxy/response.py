@@ -46,7 +46,7 @@ class Exchange(Protocol):
         """The request's body if it is here as a whole; None: ASGI's ``receive`` has it, piece by piece."""
         ...
 
-    def watch(self, on_left: Callable[[], None] | None) -> None:
+    def tell_when_left(self, on_left: Callable[[], None] | None) -> None:
         """Call ``on_left`` when the client disconnects before it has its response, maybe soon; None ends that."""
         ...
 

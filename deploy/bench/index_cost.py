@@ -120,7 +120,7 @@ def report_look_ups(index: PrefixIndex, rng: random.Random, title: str) -> None:
     places = [Place(f"node-{number}") for number in range(PLACES)]
 
     def report(what: str) -> None:
-        print(f"{title}, {what}: {best(lambda: index.look_up(hashes, PROMPT, 0.0)):.1f} us")
+        print(f"{title}, {what}: {best(lambda: index.hits(hashes, PROMPT, 0.0)):.1f} us")
 
     report("nobody has any of it")
     shared = whole[: SYSTEM * BLOCK // index.scheme.block_size]

@@ -85,7 +85,7 @@ class Book:
     def __init__(self) -> None:
         self._made: dict[tuple[object, ...], Played] = {}
 
-    def look_up(self, path: str, raw: bytes) -> Played:
+    def answer_to(self, path: str, raw: bytes) -> Played:
         """The answer to a request."""
         if path == "/metrics":
             return at_once(200, INFO)
@@ -178,7 +178,7 @@ class Connection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        played = self._book.look_up(self._path.partition("?")[0], b"".join(self._body))
+        played = self._book.answer_to(self._path.partition("?")[0], b"".join(self._body))
         if played.now:
             self._transport.write(played.now)
         if played.steps:

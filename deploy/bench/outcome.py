@@ -61,7 +61,7 @@ class Outcome:
     failed: int = 0
     late: float = 0.0
 
-    def answered(self, tokens: int, first_token: float) -> None:
+    def add_first_token(self, tokens: int, first_token: float) -> None:
         """One more prompt has its first token."""
         self.tokens += tokens
         self.first_tokens.append(first_token)

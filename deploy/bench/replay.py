@@ -61,7 +61,7 @@ class Replay:
             self._outcome.failed += 1
             print(f"    request {number} failed: {type(error).__name__}: {error}"[:300], file=sys.stderr)
         else:
-            self._outcome.answered(request.tokens, first * self._faster)
+            self._outcome.add_first_token(request.tokens, first * self._faster)
         for follower in self._followers.get(number, ()):
             tasks.create_task(self._line(follower, client, tasks))
 

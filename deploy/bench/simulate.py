@@ -266,7 +266,7 @@ class Simulation:
 
     def hits(self, prompt: HashedPrompt) -> PromptHits:
         """The cached part of a prompt at every place, as far as it is known, with what was just sent there."""
-        found = self.index.look_up(prompt.hashes, prompt.tokens, self.clock.now())
+        found = self.index.hits(prompt.hashes, prompt.tokens, self.clock.now())
         now = self.clock.now()
         if self._turnover.is_due(now):
             stored = [(each, self.index.stored(each), self.fleet.shape.blocks) for each in map(Place, self.nodes)]
@@ -284,7 +284,7 @@ class Simulation:
         with self._slot(chosen.decode, chosen, prompt, request.output) as slot:
             yield from self._first_token(chosen, prompt, slot, keep)
             decode, first = self.nodes[chosen.decode.name], self.clock.now()
-            self._outcome.answered(prompt.tokens, first - arrived)
+            self._outcome.add_first_token(prompt.tokens, first - arrived)
             decode.streams_are(1, first)
             yield from decode.stream(request.output - 1, self.clock)
             decode.streams_are(-1, self.clock.now())
@@ -330,7 +330,7 @@ class Simulation:
         yield decode.step
 
     def _keep(self, prompt: Prompt, tokens: int, *, named: bool) -> PromptKeep:
-        """As `Keeping.begin` does, with marks where texts of the trace end."""
+        """As `Keeping.begin_turn` does, with marks where texts of the trace end."""
         marks = [hash(prompt[:end]) for end in range(1, len(prompt) + 1)]
         conversation = self._conversations.turn("", marks, self.clock.now(), named=named, tokens=tokens)
         return PromptKeep(conversation, None, tokens, self._conversations, self.clock, self._keep_metrics)

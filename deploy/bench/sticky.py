@@ -18,7 +18,7 @@ class Sticky:
     def __init__(self) -> None:
         self._own: dict[tuple[Role, int], str] = {}
 
-    def node(
+    def one_node(
         self,
         candidates: Candidates,
         role: Role,

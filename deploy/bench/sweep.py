@@ -157,13 +157,13 @@ async def held(proxy: MeteredProxy, streams: int) -> AsyncIterator[None]:
     """Streams that have begun, and say nothing; their clients hang up at the end."""
     loop, idlers, gate = asyncio.get_running_loop(), list[Idler](), asyncio.Semaphore(AT_ONCE)
 
-    async def begin() -> None:
+    async def hold_one() -> None:
         async with gate:
             _, idler = await loop.create_connection(Idler, "127.0.0.1", proxy.port)
             idlers.append(idler)
 
     try:
-        await asyncio.gather(*(begin() for _ in range(streams)))
+        await asyncio.gather(*(hold_one() for _ in range(streams)))
         await asyncio.gather(*(idler.begun for idler in idlers))
         yield
     finally:

@@ -275,8 +275,8 @@ def _hit(seen: Seen) -> Impact:
     bad = seen.bad()
     return Impact(
         requests=seen.requests(),
-        failed=seen.ended(Outcome.FAILED),
-        rejected=seen.ended(Outcome.REJECTED),
+        failed=seen.ended_badly(Outcome.FAILED),
+        rejected=seen.ended_badly(Outcome.REJECTED),
         legs=len(seen.faults()),
         keys=_most(end.key for end in bad if end.key),
         models=_most(end.model for end in bad if end.model),

@@ -20,7 +20,7 @@ def loss(seen: Seen) -> str:
             told[sentence] = f"{told[sentence]}, {model}" if sentence in told else model
     sentences = [f"{names}: {sentence}" if len(models) > 1 else sentence for sentence, names in told.items()]
     if any(end.outcome is Outcome.REJECTED for end in seen.bad_now()):
-        turned_away = f"{seen.ended(Outcome.REJECTED):,} of {seen.requests():,}"
+        turned_away = f"{seen.ended_badly(Outcome.REJECTED):,} of {seen.requests():,}"
         sentences.append(f"Some requests get a 429: {turned_away} in {WINDOW / 60:.0f} minutes. They may ask again.")
     return " ".join(sentences)
 

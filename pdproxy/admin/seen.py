@@ -56,7 +56,7 @@ class Seen:
         """Requests that ended in the last `WINDOW`, well or not. They are counted by whole minutes."""
         return max(self.recent.counts(self.now - WINDOW).total(), len(self.bad()))
 
-    def ended(self, outcome: Outcome) -> int:
+    def ended_badly(self, outcome: Outcome) -> int:
         """Requests that ended badly in this way. Where of a flood not every end is kept, whole minutes are counted."""
         if len(self.recent.bad) == self.recent.bad.maxlen:
             return self.recent.counts(self.now - WINDOW)[outcome]

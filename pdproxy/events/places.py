@@ -229,7 +229,7 @@ class PlaceCaches:
         self.known: dict[str, SchemeIndex] = {}
         metrics.watch_index(lambda: sum(feed.blocks for feed in self._feeds.values()), self._count)
 
-    def feed(self, place: Place, publisher: int, scheme: HashScheme) -> PlaceFeed:
+    def feed_of(self, place: Place, publisher: int, scheme: HashScheme) -> PlaceFeed:
         """The feed of a place: the one that it has, unless its scheme is another now."""
         feed = self._feeds.get(place)
         if feed is not None and (feed.scheme.index.scheme, feed.publisher) == (scheme, publisher):

@@ -141,7 +141,7 @@ class EventPrefixSource:
             self._metrics.looked_up(LookUp.GIVEN if found.ids is Ids.GIVEN else by)
             return found
         self._metrics.looked_up(LookUp.ASKED)
-        exact = await self._finder.ask(sub_request, candidates.schemes, candidates.render, Waiting.PLAN)
+        exact = await self._finder.ask_node(sub_request, candidates.schemes, candidates.render, Waiting.PLAN)
         if exact is None:
             return dataclasses.replace(found, ids=Ids.NONE)
         self._learn(found, exact, candidates)
@@ -153,7 +153,7 @@ class EventPrefixSource:
         candidates = self._candidates(sub_request)
         if candidates is None or sub_request.held.dropped:
             return
-        exact = await self._finder.ask(sub_request, candidates.schemes, candidates.render, Waiting.NOTHING)
+        exact = await self._finder.ask_node(sub_request, candidates.schemes, candidates.render, Waiting.NOTHING)
         if exact is None or prompt.plan is None:
             return
         self._learn(prompt.found, exact, candidates, prompt.plan.prefill or prompt.plan.decode)
@@ -174,7 +174,7 @@ class EventPrefixSource:
         for scheme in candidates.schemes:
             hashes = prompt.hashes.get(scheme.index.scheme)
             if hashes is not None:
-                hits |= _look_up(scheme.index, hashes, prompt.tokens, candidates, self._clock.now())
+                hits |= _hits(scheme.index, hashes, prompt.tokens, candidates, self._clock.now())
         return hits
 
     def _expect_prompt(self, prompt: PromptHashes, plan: Plan) -> None:
@@ -234,14 +234,14 @@ def _candidates(served: ServingNodes, known: Mapping[str, SchemeIndex], model: s
     )
 
 
-def _look_up(
+def _hits(
     index: PrefixIndex, hashes: Sequence[int], tokens: int, candidates: _Candidates, now: float
 ) -> Mapping[Place, Hit]:
     """The hits of each place; those of a prefill node are of what its leg computes, whose last token is never a hit."""
-    hits = index.look_up(hashes, tokens, now)
+    hits = index.hits(hashes, tokens, now)
     prefills = candidates.prefills
     covered = {rule: covered_tokens(node, tokens) for rule, node in candidates.rules.items()}
-    shorter = {leg: index.look_up(hashes, leg, now) for leg in set(covered.values())}
+    shorter = {leg: index.hits(hashes, leg, now) for leg in set(covered.values())}
     found: dict[Place, Hit] = {}
     for place, hit in hits.items():
         node = prefills.get(place.node)

@@ -107,12 +107,12 @@ class HashFinder:
         cached = unknown + self._cached_rest[prompt.met > 0] * max(0, prompt.tokens - prompt.met)
         return self._token_ids.pays(cached * self._load.pace(Work.PREFILL).per_token)
 
-    async def ask(
+    async def ask_node(
         self, sub_request: SubRequest, schemes: Sequence[SchemeIndex], node: Node, waits: Waiting
     ) -> PromptHashes | None:
         """All of it, from a node; None where that does not tell it in time. It is remembered for later prompts."""
         question, extras = tokenize_body(sub_request), _extras(sub_request.body)
-        ids = None if question is None else await self._token_ids.of(question, node, waits)
+        ids = None if question is None else await self._token_ids.fetch(question, node, waits)
         if ids is None:
             return None
         prompt = await _hashed(ids, schemes, extras, Ids.KNOWN)

@@ -135,7 +135,7 @@ class EventSubscriber:
             raise _first(faults) from None
 
     def _subscription(self, node: Node, scheme: HashScheme, source: EventSource) -> Subscription:
-        feed = self._caches.feed(Place(node.name, source.rank), source.publisher, scheme)
+        feed = self._caches.feed_of(Place(node.name, source.rank), source.publisher, scheme)
         return Subscription(source, feed, self._metrics, self._waits)
 
     def _failed(self, node: Node, fault: NodeFault, failures: int) -> None:

@@ -127,7 +127,7 @@ class TokenIds:
         """Whether a plan should wait for ids that are expected to save its request so many seconds."""
         return self._takes < saved and self._takes < self._seconds[Waiting.PLAN]
 
-    async def of(self, question: Json, node: Node, waits: Waiting = Waiting.PLAN) -> Sequence[int] | None:
+    async def fetch(self, question: Json, node: Node, waits: Waiting = Waiting.PLAN) -> Sequence[int] | None:
         """The ids of a prompt; None where they cannot be had in time. ``question``: see `tokenize_body`."""
         now, most = self._clock.now(), MOST_AT_ONCE if waits is Waiting.PLAN else MOST_AT_ONCE // 2
         if self._asking >= most or self._shut_until.get(node.name, now) > now:

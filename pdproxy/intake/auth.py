@@ -93,11 +93,11 @@ class OpenRequests:
             text = f"This API key may have {limit} requests open at once."
             raise rejected_error(Rejection.KEY_LIMIT, text, 1)
 
-    def begin(self, name: str) -> None:
-        """One request more of a key is open, until `end`."""
+    def add(self, name: str) -> None:
+        """One request more of a key is open, until `remove`."""
         self._open[name] = self._open.get(name, 0) + 1
 
-    def end(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """The request is open no more."""
         if self._open[name] > 1:
             self._open[name] -= 1

@@ -107,16 +107,16 @@ class HttpExchange:
         event = error_event(self.endpoint or Endpoint.COMPLETIONS, error)
         await self.send({"type": "http.response.body", "body": event})
 
-    def watch(self) -> None:
-        """Cancel the current task when the client leaves, until `unwatch`. The body must have been read."""
+    def watch_client(self) -> None:
+        """Cancel the current task when the client leaves, until `unwatch_client`. The body must have been read."""
         self._task = asyncio.current_task()
-        self.server.watch(self._on_left)
+        self.server.tell_when_left(self._on_left)
 
-    def unwatch(self) -> None:
+    def unwatch_client(self) -> None:
         """Cancel the task no more."""
         if self._task is not None:
             self._task = None
-            self.server.watch(None)
+            self.server.tell_when_left(None)
 
     def cancelled_by_client(self) -> bool:
         """For a task that was cancelled, and is not watched any more: whether the client did it, and nobody else; then

@@ -105,25 +105,25 @@ class RequestHandler:
         arrived = self.clock.now()
         admitted = self._admit(exchange)
         name = admitted.api_key.name
-        self.open_requests.begin(name)
+        self.open_requests.add(name)
         try:
             try:
                 request = await self._request(exchange, arrived, admitted)
             except NOT_TAKEN as error:
                 self.not_taken(exchange, error, name)
                 raise
-            exchange.watch()
+            exchange.watch_client()
             keep_alive = self._keep_alive(request)
             response = await self._answer(exchange, request, keep_alive)
             await self._respond(exchange, response, admitted.charge, keep_alive)
         except asyncio.CancelledError:
-            exchange.unwatch()
+            exchange.unwatch_client()
             if exchange.cancelled_by_client():
                 raise ClientGone from None
             raise
         finally:
-            exchange.unwatch()
-            self.open_requests.end(name)
+            exchange.unwatch_client()
+            self.open_requests.remove(name)
             admitted.reservation.close()
             if admitted.charge is not None:
                 admitted.charge.settle()
@@ -257,7 +257,7 @@ class RequestHandler:
         if charge is not None:
             headers = (*headers, *charge.headers())
             if response.status < 400:
-                charge.answered()
+                charge.confirm()
         if isinstance(body, bytes):
             if exchange.begun:  # with comments: the node's own error is the stream's only event
                 await exchange.end_with(body)

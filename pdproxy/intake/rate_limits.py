@@ -136,7 +136,7 @@ class RateCharge:
         self._expected = expected
         self._take(expected, now)
 
-    def answered(self) -> None:
+    def confirm(self) -> None:
         """The request is being answered: it has cost what was expected, unless a node tells otherwise."""
         self._answered = True
 

@@ -24,7 +24,7 @@ class PromptReader:
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(LONG_AT_ONCE)
 
-    async def facts(self, body: Json) -> PromptFacts:
+    async def read(self, body: Json) -> PromptFacts:
         """The facts of a body's prompt; a long one is gone through in turns with everything else."""
         small = small_facts(body)
         if small is not None:

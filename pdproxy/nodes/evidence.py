@@ -76,7 +76,7 @@ class Evidence:
             if name not in self._proved:
                 self._unanswered[name] = next_try(self._unanswered.get(name), why, now)
 
-    def restart(self, name: str, now: float, partners: Collection[str]) -> None:
+    def node_joins(self, name: str, now: float, partners: Collection[str]) -> None:
         """The node joins, and may be another one than before: it must be proved, and its failures be tested at once.
 
         Failures with nodes other than ``partners``, which it can exchange tickets with now, are forgotten.

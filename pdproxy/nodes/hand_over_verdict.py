@@ -35,12 +35,12 @@ class HandOverVerdict:
         if self.fail:
             return f"hand-overs fail: decode nodes compute the prompts themselves; {self.why[0]}"
         if self.missing is not None:
-            return f"nothing is handed over: no {self.missing} node serves. {self.share()}"
+            return f"nothing is handed over: no {self.missing} node serves. {self.useless_tickets()}"
         if self.why:
-            return f"some hand-overs fail: {self.why[0]}. {self.share()}"
-        return f"nothing keeps hand-overs from happening. {self.share()}"
+            return f"some hand-overs fail: {self.why[0]}. {self.useless_tickets()}"
+        return f"nothing keeps hand-overs from happening. {self.useless_tickets()}"
 
-    def share(self) -> str:
+    def useless_tickets(self) -> str:
         """The share of tickets that were of no use."""
         if not self.used.tickets:
             return f"No ticket was given in {RECENT} minutes"

@@ -163,7 +163,7 @@ class HandOverResults:
             tickets.barred = next_try(tickets.barred, tickets.barred.why, now)
         tickets.explained = True
 
-    def restart(self, name: str) -> None:
+    def node_joins(self, name: str) -> None:
         """The node joins, and may be another one than before."""
         self._tickets = {pair: tickets for pair, tickets in self._tickets.items() if name not in pair}
 

@@ -94,7 +94,7 @@ class LegRecord:
         if self.row:
             self.row = {key: failure for key, failure in self.row.items() if failure.streaming}
 
-    def ended(self, client: str, now: float) -> None:
+    def ended_well(self, client: str, now: float) -> None:
         """A leg ended well."""
         self.recent.append(True)
         if client:

@@ -135,14 +135,14 @@ class Pool:
         """The stream of a leg of this client's ended well; ignored for a node that has left."""
         entry = self._entries.get(name)
         if entry is not None:
-            entry.records[leg].ended(client, self.clock.now())
+            entry.records[leg].ended_well(client, self.clock.now())
 
     def leg_served(self, name: str, leg: Leg, client: str) -> None:
         """As both, of a leg whose answer comes in one piece."""
         entry = self._entries.get(name)
         if entry is not None:
             now = entry.progressed_at = self.clock.now()
-            entry.records[leg].ended(client, now)
+            entry.records[leg].ended_well(client, now)
             circuit = entry.circuit
             if circuit.openings or circuit.state is not CircuitState.CLOSED:
                 self._succeeded(entry)

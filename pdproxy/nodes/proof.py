@@ -122,8 +122,8 @@ class Prover:
         """
         self._joins[node.name] = next(self._turns)
         possible = [view.node.name for view in self._pool.state().nodes if could_pair(node, view.node)]
-        self._evidence.restart(node.name, self._clock.now(), possible)
-        self._pool.hand_overs.restart(node.name)
+        self._evidence.node_joins(node.name, self._clock.now(), possible)
+        self._pool.hand_overs.node_joins(node.name)
         partners = sorted(partners_of(self._pool, node), key=self._rank)
         if not partners:
             self._publish()

@@ -205,7 +205,7 @@ class KeyMetrics:
         self._running: Callable[[str], int] = lambda _: 0
         self._waiting: Callable[[str], int] = lambda _: 0
 
-    def watch(self, running: Callable[[str], int], waiting: Callable[[str], int]) -> None:
+    def watch_queue(self, running: Callable[[str], int], waiting: Callable[[str], int]) -> None:
         """Ask for the numbers of a key's running and waiting prompts whenever metrics are scraped."""
         self._running, self._waiting = running, waiting
 

@@ -55,7 +55,7 @@ async def _sub_request(context: OrchestrationContext, endpoint: Endpoint, body: 
         raise ClientError(400, text, param=error.name, code="invalid_value") from error
     now, bodies = context.clock.now(), split(endpoint, body)
     request = ClientRequest("debug", endpoint, HeldBody[Json](body), (), model, False, 0, now, now, lambda: False)
-    facts = await PromptReader().facts(bodies[0])
+    facts = await PromptReader().read(bodies[0])
     return SubRequest(request, HeldBody[Json](bodies[0]), shape(endpoint, bodies[0], facts), "debug", text=facts.text)
 
 

@@ -73,7 +73,7 @@ async def forward(
     async with contextlib.AsyncExitStack() as held:
         admission = Admission(context.queue, request.api_key, 0, 1, request.deadline)
         held.callback(admission.end)
-        await admission.begin(lambda _: True, lambda: ANY_ROOM)
+        await admission.start_when_room(lambda _: True, lambda: ANY_ROOM)
         response = await _forward(context, request, failure, held, ended)
         request.held.drop()  # its node has answered: no other one is asked
     if isinstance(response.body, bytes):

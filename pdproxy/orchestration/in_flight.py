@@ -191,7 +191,7 @@ class InFlightRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def begin(self, request: AnswerRecord) -> None:
+    def add(self, request: AnswerRecord) -> None:
         """A request is in flight until `end`."""
         if len(self._requests) >= MAX_SHOWN:
             del self._requests[next(iter(self._requests))]

@@ -31,7 +31,7 @@ class Keeping:
         self._metrics = metrics
         self._source = source
 
-    def begin(self, sub_request: SubRequest) -> "PromptKeep | None":
+    def begin_turn(self, sub_request: SubRequest) -> "PromptKeep | None":
         """The turn of a prompt that has been looked up; None where nothing tells which conversation it belongs to."""
         request, marks = sub_request.request, self._marks(sub_request)
         if not marks:
@@ -98,7 +98,7 @@ class PromptKeep:
         place, now = Place(node.name, rank or 0), self._clock.now()
         conversation, conversations = self._conversation, self._conversations
         fields: dict[str, object] = {}
-        seconds, reason = conversations.seconds(conversation, self._ask)
+        seconds, reason = conversations.seconds_to_keep(conversation, self._ask)
         why_not = KeepForget.NOT_ASKED if self._ask is None else KeepForget.CLIENT
         if reason is not None and not conversations.fits(conversation, self._tokens, now):
             self._told(KeepOutcome.KEY_LIMIT)
@@ -155,7 +155,7 @@ class PromptKeep:
         self._give_back()
         if not self._cached or self._place is not None:
             self.told(None)
-        self._conversations.answered(self._conversation)
+        self._conversations.turn_ended(self._conversation)
 
     def _give_back(self) -> None:
         """Have a place told later what to forget, since it has not answered. To tell it twice does no harm."""

@@ -91,7 +91,7 @@ class NodePicker:
 
         chosen: Plan | None = None
 
-        def begin(share_use: ShareUse) -> bool:
+        def start(share_use: ShareUse) -> bool:
             nonlocal chosen
             chosen = self.plan_with_room(share_use)
             if chosen is None:
@@ -102,7 +102,7 @@ class NodePicker:
             return True
 
         if not self.admission.runs:
-            await self.admission.begin(begin, self._wait)
+            await self.admission.start_when_room(start, self._wait)
         if chosen is None:
             self._record.enter(Phase.PLAN)
             chosen = await self._plan_again()

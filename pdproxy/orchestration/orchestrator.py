@@ -62,7 +62,7 @@ class Orchestrator:
         Raises:
             ClientError: no such model (404), nothing can serve it now (503), all tries failed (502), too late (504).
         """
-        record = self._recorder.begin(request)
+        record = self._recorder.begin_record(request)
         try:
             upstreams = await self._upstreams(request, record)
             if request.stream:
@@ -153,7 +153,7 @@ class Orchestrator:
         """The prompts of a request, each read as far as plans need it."""
         endpoint, prompts = request.endpoint, []
         for body in split(endpoint, request.body):
-            facts = await self._prompts.facts(body)
+            facts = await self._prompts.read(body)
             text = None if self._context.prefix_source is None else facts.text
             prompts.append(ReadPrompt(body, shape(endpoint, body, facts, request.fields), text))
         return prompts

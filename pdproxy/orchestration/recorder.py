@@ -55,7 +55,7 @@ class Recorder:
         self._in_flight = context.in_flight
         self._refusals = LineBudget(context.clock)
 
-    def begin(self, request: ClientRequest) -> AnswerRecord:
+    def begin_record(self, request: ClientRequest) -> AnswerRecord:
         """A request to a generating endpoint is in flight, until its end. Its span is the one that is current now."""
         span = trace.get_current_span()
         if not span.is_recording():
@@ -63,7 +63,7 @@ class Recorder:
         else:
             record = AnswerRecord.of(request, self._clock.now, span)
             self._name_span(span, request)
-        self._in_flight.begin(record)
+        self._in_flight.add(record)
         return record
 
     def _name_span(self, span: trace.Span, request: ClientRequest) -> None:

@@ -93,7 +93,7 @@ class Admission(Queued):
         self.runs = self.queued = self.waited = False
         self.began_with = cost
 
-    async def begin(self, start: Start, lane: Callable[[], str]) -> None:
+    async def start_when_room(self, start: Start, lane: Callable[[], str]) -> None:
         """Return once ``start`` has begun it: that is called until there is room. Raises as `RequestQueue.wait`.
 
         Where there is room and nothing waits, the loop gets no turn. ``lane``: its model; called if it waits.
@@ -155,7 +155,7 @@ class RequestQueue:
         self._key_limits = key_limits or LimitsByKey()
         self._shares = KeyShares(self._key_limits)
         metrics.watch_requests(lambda: self._running, lambda: self._length)
-        metrics.keys.watch(self._shares.running, lambda key: self._waiting[key])
+        metrics.keys.watch_queue(self._shares.running, lambda key: self._waiting[key])
 
     def room_changed(self) -> None:
         """There may be room for one that waits: whoever can run now is begun in the loop's next turn. Cheap."""
@@ -165,7 +165,7 @@ class RequestQueue:
 
     def status(self) -> QueueStatus:
         """How it stands."""
-        seconds = self._rate.seconds(self._length, self._clock.now())
+        seconds = self._rate.seconds_to_leave(self._length, self._clock.now())
         lanes = {lane: len(waiting) for lane, waiting in self._lanes.items()}
         known = None if math.isinf(seconds) else seconds
         return QueueStatus(self._running, self._length, dict(self._waiting), lanes, known)
@@ -249,7 +249,7 @@ class RequestQueue:
         """One that has waited has really cost so much."""
         lane = self._lanes.get(waiter.lane)
         if lane is not None:
-            lane.correct(waiter, cost, self._key_limits.of(waiter.key).weight)
+            lane.correct(waiter, cost, self._key_limits.of_key(waiter.key).weight)
         waiter.cost = cost
 
     def _runs(self, asked: Admission) -> None:
@@ -264,7 +264,7 @@ class RequestQueue:
             if self._length >= self._limits.queue:
                 self._make_way(waiter.key)
         if not self._length:
-            self._rate.began(now)
+            self._rate.first_waits(now)
         waiter.wait_in(lane, start, now)
         self._lanes.setdefault(lane, FairQueue(self._expire)).push(waiter)
         self._length += 1
@@ -388,7 +388,7 @@ class RequestQueue:
         self._rate.departed(self._clock.now())
         lane = self._lanes.pop(waiter.lane)
         self._lanes[waiter.lane] = lane
-        lane.served(waiter, self._key_limits.of(waiter.key).weight)
+        lane.served(waiter, self._key_limits.of_key(waiter.key).weight)
         self._leave(waiter)
         waiter.turn.set_result(None)
 
@@ -405,12 +405,11 @@ class RequestQueue:
 
     def _rejected(self, reason: Rejection, key: str) -> ClientError:
         self._metrics.rejected(reason, key)
-        seconds = self._rate.seconds(self._length, self._clock.now())
+        seconds = self._rate.seconds_to_leave(self._length, self._clock.now())
         wait = UNKNOWN_WAIT if math.isinf(seconds) else min(LONGEST_WAIT, max(1, math.ceil(seconds)))
         if not self._shares.may_run(key):
-            text = (
-                f"This API key may have {self._key_limits.of(key).concurrency} requests running at once, and has them"
-            )
+            most = self._key_limits.of_key(key).concurrency
+            text = f"This API key may have {most} requests running at once, and has them"
         elif reason is Rejection.QUEUE_FULL:
             text = f"All nodes are full, and {self._length} requests wait already"
         else:

@@ -52,7 +52,7 @@ class TextPrefixSource:
         tokens, state = self._tokens(asked, sub_request), self._pool.state()
         if tokens <= state.least_block:
             return PromptHits(tokens, HitSource.APPROXIMATION, {})
-        found = self._index.look_up(chain, self._clock.now())
+        found = self._index.hits(chain, self._clock.now())
         hits = _all_in_blocks(state, found, tokens) if found else {}
         return PromptHits(tokens, HitSource.APPROXIMATION, hits)
 

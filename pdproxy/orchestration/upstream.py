@@ -103,7 +103,7 @@ class UpstreamRequest:
         await self.nodes.look_up_prefix()
         keeping = self._context.keeping
         if keeping is not None and self.keep is None and self._context.pool.state().keeps:
-            self.keep = keeping.begin(self.sub_request)
+            self.keep = keeping.begin_turn(self.sub_request)
             if self.keep is not None:
                 self.record.keep, self.nodes.next_turn = self.keep.facts, self.keep.next_turn()
         node = await self._plan_and_prefill()

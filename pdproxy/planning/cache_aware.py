@@ -66,7 +66,7 @@ class CacheAware:
 
     itl_budget: float = ITL_BUDGET
 
-    def node(self, candidates: Candidates, role: Role, turn: int, local: LocalReason | None = None) -> Plan | None:
+    def one_node(self, candidates: Candidates, role: Role, turn: int, local: LocalReason | None = None) -> Plan | None:
         """Without a partner a decode node computes the prompt itself."""
         compared = Comparison(self, candidates)
         cost: Cost = compared.prefill
@@ -93,7 +93,7 @@ class CacheAware:
             resuming.seconds + compared.again(resuming, prefill) < prefill.seconds + decode.seconds
         ):
             return compared.alone(resuming, RouteReason.RESUMES, LocalReason.CACHED)
-        return compared.plan(prefill, decode)
+        return compared.handed_over(prefill, decode)
 
 
 def _near(score: float) -> float:
@@ -296,7 +296,7 @@ class Comparison:
             return RouteReason.CACHED
         return RouteReason.BRANCH if chosen.hit.attention else RouteReason.NOTHING_CACHED
 
-    def plan(self, prefill: Estimate, decode: Estimate) -> Plan:
+    def handed_over(self, prefill: Estimate, decode: Estimate) -> Plan:
         """One place computes the prompt, and another one takes it over."""
         return Plan(
             prefill.view.node, decode.view.node, None, None, None,

@@ -173,11 +173,11 @@ class Conversations:
         for place in conversation.kept:
             conversation.kept[place] = now + seconds
 
-    def answered(self, conversation: Conversation) -> None:
+    def turn_ended(self, conversation: Conversation) -> None:
         """The answer to a turn has ended."""
         conversation.running -= 1
 
-    def seconds(self, conversation: Conversation, ask: KeepAsk | None) -> tuple[float, KeepReason | None]:
+    def seconds_to_keep(self, conversation: Conversation, ask: KeepAsk | None) -> tuple[float, KeepReason | None]:
         """For how long to keep a conversation after this turn, and why; 0 and None if it is not to be kept."""
         if ask is not None:
             return min(ask.seconds, self._longest), ask.reason if ask.seconds else None
@@ -192,7 +192,7 @@ class Conversations:
 
     def fits(self, conversation: Conversation, tokens: int, now: float) -> bool:
         """Whether its API key may have so many tokens more kept."""
-        most = self._limits.of(conversation.tenant).kept_tokens
+        most = self._limits.of_key(conversation.tenant).kept_tokens
         if most is None:
             return True
         kept = self._kept.get(conversation.tenant, {})

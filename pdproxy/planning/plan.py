@@ -92,7 +92,7 @@ class RoutingPolicy(Protocol):
     ``turn`` grows by one with each plan, so that nodes between which nothing else decides take turns.
     """
 
-    def node(self, candidates: Candidates, role: Role, turn: int, local: LocalReason | None = None) -> Plan | None:
+    def one_node(self, candidates: Candidates, role: Role, turn: int, local: LocalReason | None = None) -> Plan | None:
         """One of the open nodes of a role, as the decode node of a plan that has no prefill node for this reason."""
 
     def pair(self, candidates: Candidates, turn: int) -> Plan | None:
@@ -104,7 +104,7 @@ class RoutingPolicy(Protocol):
 class LeastLoaded:
     """The node with the fewest legs for its weight; of cohorts the one whose lightest pair is least loaded together."""
 
-    def node(self, candidates: Candidates, role: Role, turn: int, local: LocalReason | None = None) -> Plan | None:
+    def one_node(self, candidates: Candidates, role: Role, turn: int, local: LocalReason | None = None) -> Plan | None:
         views = candidates.open(role)
         return Plan(None, _least(views, turn).node, local) if views else None
 
@@ -175,7 +175,7 @@ def _last_resort(candidates: Candidates, policy: PlanPolicy, turn: int) -> Plan 
     """A prefill node for a whole request, where the policy allows it and no decode node can take it."""
     if policy.on_no_decode is OnNoDecode.FAIL or candidates.open(Role.DECODE):
         return None
-    return policy.routing.node(candidates, Role.PREFILL, turn, LocalReason.NO_DECODE)
+    return policy.routing.one_node(candidates, Role.PREFILL, turn, LocalReason.NO_DECODE)
 
 
 def _choose(
@@ -186,7 +186,7 @@ def _choose(
     turn: int,
     local: LocalReason | None = None,
 ) -> Plan:
-    chosen = policy.routing.node(candidates, role, turn, local)
+    chosen = policy.routing.one_node(candidates, role, turn, local)
     if chosen is None:
         raise _lack(candidates, role, needs)
     return chosen

@@ -170,7 +170,7 @@ class PrefixIndex:
         last = (tokens if self._drop else tokens - 1) // unit * unit
         return Hit(attention=max(tokens // block * block, last), resume=max(last - self._drop, 0))
 
-    def look_up(self, hashes: Sequence[int], tokens: int, now: float) -> Mapping[Place, Hit]:
+    def hits(self, hashes: Sequence[int], tokens: int, now: float) -> Mapping[Place, Hit]:
         """The hits of each place for a prompt of `tokens` tokens; places that have nothing of it are left out.
 
         `hashes`: by `PromptHasher` of this index's scheme. `now`: on the clock of the times given to `expect`.

@@ -188,7 +188,7 @@ class DepartureRate:
         self._last: float | None = None
         self._mean: float | None = None
 
-    def began(self, now: float) -> None:
+    def first_waits(self, now: float) -> None:
         """Requests wait again after none did: the time without any is no time between departures."""
         self._last = now
 
@@ -200,7 +200,7 @@ class DepartureRate:
             self._mean = known + WEIGHT_OF_NEWEST * (between - known)
         self._last = now
 
-    def seconds(self, requests: int, now: float) -> float:
+    def seconds_to_leave(self, requests: int, now: float) -> float:
         """How long so many requests take to leave; infinite while that is unknown."""
         if self._mean is None or self._last is None:
             return math.inf

@@ -37,7 +37,7 @@ class KeyOrder:
     def __init__(self, candidates: Candidates, role: Role, key: int) -> None:
         self._views = candidates.serving(role)
         self._candidates = candidates
-        self._scores = scores(candidates.seeds(role), key)
+        self._scores = rendezvous_scores(candidates.seeds(role), key)
         self._own = self._scores.index(min(self._scores)) if self._views else 0
         legs, room = sum(map(_LEGS, self._views)), sum(map(_ROOM, self._views))
         self._most = MOST_OF_MEAN * (legs + 1) / (room or 1.0)
@@ -61,7 +61,7 @@ class KeyOrder:
         return Affinity.OWN if self._views[self._own].name == node.name else Affinity.NEXT
 
 
-def scores(nodes: Seeds, key: int) -> list[float]:
+def rendezvous_scores(nodes: Seeds, key: int) -> list[float]:
     """A number for each node, made of its name and the key; one has the lowest as often as its weight says."""
     hashes: list[float] = [(seed ^ key) * _ODD & _LOW for seed in nodes.seeds]
     if not nodes.weights:  # the order of equal weights is that of the hashes
@@ -79,14 +79,14 @@ def own_index(views: Sequence[NodeView], key: int) -> int:
 class Session:
     """The first node of the session's own order that has room; the least loaded where none has, or there is no key."""
 
-    def node(self, candidates: Candidates, role: Role, turn: int, local: LocalReason | None = None) -> Plan | None:
+    def one_node(self, candidates: Candidates, role: Role, turn: int, local: LocalReason | None = None) -> Plan | None:
         session = candidates.needs.session
         order = None if session is None else KeyOrder(candidates, role, session)
         first = None if order is None else next(iter(order), None)
         if first is not None:
             node = first.node
         else:
-            least = LEAST_LOADED.node(candidates, role, turn)
+            least = LEAST_LOADED.one_node(candidates, role, turn)
             if least is None:
                 return None
             node = least.decode

@@ -50,7 +50,7 @@ class LimitsByKey:
         self.changes = 0
         """How often they were replaced."""
 
-    def of(self, key: str) -> KeyLimits:
+    def of_key(self, key: str) -> KeyLimits:
         """The limits of a key."""
         return self._by_name.get(key, NO_LIMITS)
 
@@ -109,7 +109,7 @@ class KeyShares:
 
     def may_run(self, key: str) -> bool:
         """Whether its own limit lets one more run."""
-        most = self._limits.of(key).concurrency
+        most = self._limits.of_key(key).concurrency
         return most is None or self.running(key) < most
 
     def asked(self, key: str, now: float, prompt: int = 0) -> None:
@@ -155,7 +155,7 @@ class KeyShares:
         self._forget_before(now - PRESENT_SECONDS)
         if len(self._asked) < 2:
             return ShareUse.WITHIN
-        cost, weight, weights = self._costs[key], self._limits.of(key).weight, self._all_weights()
+        cost, weight, weights = self._costs[key], self._limits.of_key(key).weight, self._all_weights()
         if cost * weights > weight * self._total:
             return ShareUse.OVER
         one = cost / self._running[key]
@@ -169,6 +169,6 @@ class KeyShares:
     def _all_weights(self) -> float:
         changes, joined, weights = self._weights
         if (changes, joined) != (self._limits.changes, self._joined):
-            weights = sum(self._limits.of(key).weight for key in self._asked)
+            weights = sum(self._limits.of_key(key).weight for key in self._asked)
             self._weights = (self._limits.changes, self._joined, weights)
         return weights

@@ -129,7 +129,7 @@ class TextIndex:
         ends = array("q", (*chain.ends[:at], *(end for end, _ in more), *chain.ends[at:]))
         return msgspec.structs.replace(chain, hashes=hashes, ends=ends, pieces=())
 
-    def look_up(self, chain: Chain, now: float) -> dict[Place, Hit]:
+    def hits(self, chain: Chain, now: float) -> dict[Place, Hit]:
         """How many tokens of the prompt each place may have cached; not yet cut to blocks."""
         known, oldest = self._known(chain), now - self._life
         if not known:

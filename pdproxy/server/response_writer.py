@@ -216,7 +216,7 @@ class ClientExchange(RequestResponseCycle):
         body, self.body = bytes(self.body), bytearray()
         return body
 
-    def watch(self, on_left: Callable[[], None] | None) -> None:
+    def tell_when_left(self, on_left: Callable[[], None] | None) -> None:
         self._on_left = on_left
         if on_left is None:
             return
@@ -229,7 +229,7 @@ class ClientExchange(RequestResponseCycle):
         """uvicorn's, which looks at each field of a head by itself, and would write head and body apart."""
         if message["type"] == "http.response.start":
             whole: bytes | None = message.pop("body", None)  # type: ignore[typeddict-item]  # `pdproxy.response`
-            if self._begin(message["status"], [*message.get("headers", ())], whole):
+            if self._write_head(message["status"], [*message.get("headers", ())], whole):
                 return
             if whole is not None:
                 await self.send(message)
@@ -239,7 +239,7 @@ class ClientExchange(RequestResponseCycle):
         if first or self.response_complete:
             self._writer.flush()
 
-    def _begin(self, status: int, headers: list[tuple[bytes, bytes]], whole: bytes | None) -> bool:
+    def _write_head(self, status: int, headers: list[tuple[bytes, bytes]], whole: bytes | None) -> bool:
         """Write the head, and the body where it is here as a ``whole``; not a head that says itself how it is framed,
         or that has a field that is none."""
         if self.response_started or self.disconnected or self.flow.write_paused or not self.has_chunks:
@@ -261,14 +261,14 @@ class ClientExchange(RequestResponseCycle):
             head += b"transfer-encoding: chunked\r\n"
         head = b"%b%b%b\r\n" % (STATUS_LINE[status], head, b"" if self.keep_alive else b"connection: close\r\n")
         if whole is not None:
-            self._end(head if self.scope["method"] == "HEAD" else head + whole)
+            self._write_whole(head if self.scope["method"] == "HEAD" else head + whole)
         elif length is None:
             self._writer.write(head)
         else:
             self._writer.hold(head)
         return True
 
-    def _end(self, response: bytes) -> None:
+    def _write_whole(self, response: bytes) -> None:
         """Write a whole response."""
         self._writer.write_now(response)
         self.response_complete = True

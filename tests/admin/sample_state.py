@@ -106,7 +106,7 @@ class SampleState:
             record.first.nodes = {phase: node for phase, node in of_phases.items() if node}
             for each in filter(None, (prefill, decode)):
                 self.pool.acquire(each)
-            self.live.begin(record)
+            self.live.add(record)
 
     def _request(self, name: str, endpoint: Endpoint) -> ClientRequest:
         now = self.clock.now()

@@ -39,7 +39,7 @@ def test_operators_see_how_much_is_known_of_each_rank() -> None:
     assert events.statuses("p1") == []
     assert events.seen("p1") is EventsSeen.OFF
     for rank in range(2):
-        events.caches.feed(Place("p1", rank), rank, SCHEME)
+        events.caches.feed_of(Place("p1", rank), rank, SCHEME)
     assert events.seen("p1") is EventsSeen.UNREACHABLE
     events.caches.of_node("p1")[1].nothing_yet()
     assert events.seen("p1") is EventsSeen.UNREACHABLE
@@ -50,4 +50,4 @@ def test_operators_see_how_much_is_known_of_each_rank() -> None:
     events.caches.of_node("p1")[0].nothing_yet()
     assert events.seen("p1") is EventsSeen.READ
     other = dataclasses.replace(SCHEME, unit=8)
-    assert events.caches.feed(Place("p1", 1), 1, other) is not events.caches.feed(Place("p1", 1), 1, SCHEME)
+    assert events.caches.feed_of(Place("p1", 1), 1, other) is not events.caches.feed_of(Place("p1", 1), 1, SCHEME)

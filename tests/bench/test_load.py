@@ -17,8 +17,8 @@ PREFILL = {"kv_transfer_params": {"do_remote_decode": True, "pdproxy_hand_over":
 class Indulgent(Book):
     """Answers as if the request had come with a ticket."""
 
-    def look_up(self, path: str, raw: bytes) -> Played:
-        return super().look_up(path, json.dumps({**json.loads(raw), "kv_transfer_params": TICKET}).encode())
+    def answer_to(self, path: str, raw: bytes) -> Played:
+        return super().answer_to(path, json.dumps({**json.loads(raw), "kv_transfer_params": TICKET}).encode())
 
 
 @contextlib.asynccontextmanager
@@ -46,15 +46,15 @@ async def test_without_a_ticket_nothing_counts() -> None:
 @pytest.mark.parametrize("line", list(Line))
 def test_a_prefill_gets_a_ticket_that_a_decode_is_served_for(line: Line) -> None:
     book = Book()
-    prefilled = book.look_up(line.path, json.dumps({**body(line), **PREFILL}).encode())
+    prefilled = book.answer_to(line.path, json.dumps({**body(line), **PREFILL}).encode())
     answer = json.loads(prefilled.steps[0][0].partition(b"\r\n\r\n")[2])
     ticketed = {**body(line), "kv_transfer_params": answer["kv_transfer_params"]}
-    assert len(book.look_up(line.path, json.dumps(ticketed).encode()).steps) == TOKENS
+    assert len(book.answer_to(line.path, json.dumps(ticketed).encode()).steps) == TOKENS
 
 
 def test_a_prompt_that_changed_on_its_way_is_refused() -> None:
     asked = {**body(Line.COMPLETIONS), "prompt": "another", "kv_transfer_params": TICKET}
-    assert b" 400 " in Book().look_up(Line.COMPLETIONS.path, json.dumps(asked).encode()).now
+    assert b" 400 " in Book().answer_to(Line.COMPLETIONS.path, json.dumps(asked).encode()).now
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_prompt_that_changed_on_its_way_is_refused() -> None:
 def test_a_stream_with_a_flaw_is_seen(spoil: Callable[[list[bytes]], list[bytes]]) -> None:
     line = Line.COMPLETIONS
     asked = json.dumps({**body(line), "kv_transfer_params": TICKET}).encode()
-    steps = [piece for step in Book().look_up(line.path, asked).steps for piece in step]
+    steps = [piece for step in Book().answer_to(line.path, asked).steps for piece in step]
     events = [piece.partition(b"\r\n")[2][:-2] for piece in steps[:-1]]
     assert flaw(line, expected(line), 200, b"".join(events)) is None
     assert flaw(line, expected(line), 200, b"".join(spoil(events))) is not None

@@ -30,7 +30,7 @@ ROLES = {"p0": PREFILL, "p1": PREFILL, "d0": DECODE}
 def outcome(name: str = "hybrid", p0: int = 300) -> Outcome:
     made = Outcome(name, ROLES, computed=Counter({"p0": p0, "p1": 100, "d0": 50}), moved=1234)
     for hundredth in range(1, 101):
-        made.answered(10, hundredth / 100)
+        made.add_first_token(10, hundredth / 100)
     return made
 
 

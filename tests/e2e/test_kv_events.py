@@ -125,7 +125,7 @@ class Observer:
             await asyncio.sleep(QUIET_S)
 
     async def tokens(self, prompt: str) -> list[int]:
-        ids = await self.ids.of({"model": SERVED_NAME, "prompt": prompt}, self.node("prefill"))
+        ids = await self.ids.fetch({"model": SERVED_NAME, "prompt": prompt}, self.node("prefill"))
         assert ids is not None
         return list(ids)
 
@@ -139,7 +139,7 @@ class Observer:
     def hit(self, name: str, hashes: HashesByScheme, tokens: int) -> Hit:
         """What a node has of a prompt's first tokens."""
         index = self.scheme().index
-        return index.look_up(hashes[index.scheme], tokens, self.clock.now()).get(Place(name), Hit(0, 0))
+        return index.hits(hashes[index.scheme], tokens, self.clock.now()).get(Place(name), Hit(0, 0))
 
     def scheme(self) -> SchemeIndex:
         """That of all nodes."""
@@ -368,7 +368,7 @@ async def test_token_ids_are_those_that_the_node_makes_of_the_request(fleet: Fle
             asked = {"model": SERVED_NAME, **body}
             question = tokenize_body(sub_request(endpoint, asked))
             assert question is not None, name
-            ids = await observer.ids.of(question, observer.node("prefill"))
+            ids = await observer.ids.fetch(question, observer.node("prefill"))
             assert ids is not None, name
             assert list(ids) == await in_thread(first_token_ids, url, endpoint, body), name
 

@@ -39,7 +39,7 @@ class Caches(PlaceCaches):
 
 def feed_of(caches: PlaceCaches, source: EventSource, place: Place = PLACE) -> PlaceFeed:
     """The place's feed."""
-    return caches.feed(place, source.publisher, SCHEME)
+    return caches.feed_of(place, source.publisher, SCHEME)
 
 
 @contextlib.asynccontextmanager

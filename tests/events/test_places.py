@@ -27,7 +27,7 @@ def known(feed: PlaceFeed) -> bool:
 )
 def test_a_node_is_known_while_anything_is_known_of_one_of_its_places(forget: object) -> None:
     caches, nodes = Caches(), [Place("p1"), Place("p1", 1), Place("p2")]
-    first, second, other = (caches.feed(place, 0, SCHEME) for place in nodes)
+    first, second, other = (caches.feed_of(place, 0, SCHEME) for place in nodes)
     assert not caches.known
     second.apply_after_gap(batch(3, 1.0))
     assert [*caches.known] == ["p1"]

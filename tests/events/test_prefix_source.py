@@ -75,7 +75,7 @@ class World:
         scheme = scheme_of(HASHING)
         assert scheme is not None
         payload = msgspec.msgpack.encode([1.0 + self._sequence[name], events, rank])
-        self.caches.feed(Place(name, rank), rank, scheme).apply_next(NumberedBatch(self._sequence[name], payload))
+        self.caches.feed_of(Place(name, rank), rank, scheme).apply_next(NumberedBatch(self._sequence[name], payload))
         self._sequence[name] += 1
 
     def caches_prompt(self, name: str, salt: str | None = None) -> None:

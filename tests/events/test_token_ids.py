@@ -42,7 +42,7 @@ class Asked:
         self.info.paths[PATH] = 200, json.dumps({"count": len(ids), "tokens": ids, "token_strs": None}).encode()
 
     async def of(self, body: dict[str, Any], waits: Waiting = Waiting.PLAN) -> Sequence[int] | None:
-        ids = await self.token_ids.of(body, self.node, waits)
+        ids = await self.token_ids.fetch(body, self.node, waits)
         return None if ids is None else list(ids)
 
     def count(self, outcome: str) -> float:

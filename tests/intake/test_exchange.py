@@ -32,7 +32,7 @@ class Connection:
     def take_body(self) -> bytes | None:
         return None
 
-    def watch(self, on_left: Callable[[], None] | None) -> None:
+    def tell_when_left(self, on_left: Callable[[], None] | None) -> None:
         self._on_left = on_left
 
     def leave(self) -> None:
@@ -48,11 +48,11 @@ class Connection:
 
 async def answering(connection: Connection) -> bool:
     """Work for ever; whether the client alone ended it."""
-    connection.exchange.watch()
+    connection.exchange.watch_client()
     try:
         await asyncio.sleep(3600)
     except asyncio.CancelledError:
-        connection.exchange.unwatch()
+        connection.exchange.unwatch_client()
         return connection.exchange.cancelled_by_client()
     return False
 
@@ -76,8 +76,8 @@ async def test_only_a_client_that_leaves_has_its_cancellation_taken_back(
 
 async def test_nobody_is_cancelled_after_the_watch() -> None:
     connection = Connection()
-    connection.exchange.watch()
-    connection.exchange.unwatch()
+    connection.exchange.watch_client()
+    connection.exchange.unwatch_client()
     connection.leave()
     await asyncio.sleep(0)
     assert not connection.exchange.left()

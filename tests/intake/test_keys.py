@@ -55,7 +55,7 @@ def test_keys_of_one_name_have_their_limits_together() -> None:
     whole = KeyLimits(weight=2.0, open=7, concurrency=3)
     assert limits_of("k a weight=2 7", "other a concurrency=3 weight=2.0", "third b weight=9") == whole
     keys = ApiKeys(parse_key_lines(["k a 7", "other a"]))
-    assert keys.limits.of("a") == KeyLimits(open=7)
+    assert keys.limits.of_key("a") == KeyLimits(open=7)
     assert keys.names() == {"a"}
 
 
@@ -96,7 +96,7 @@ def test_other_keys_and_limits_take_the_place_of_the_ones_in_use() -> None:
     keys = ApiKeys(parse_key_lines(["k a concurrency=1"]))
     limits = keys.limits
     keys.replace(ApiKeys(parse_key_lines(["k a concurrency=2", "l b"])))
-    assert limits.of("a").concurrency == 2
+    assert limits.of_key("a").concurrency == 2
     assert keys.api_key({"x-api-key": "l"}).name == "b"
 
 
@@ -113,9 +113,9 @@ def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
 def one_open(limits: OpenRequests, api_key: ApiKey) -> Iterator[None]:
     """A request of a key is open while inside."""
     limits.check(api_key)
-    limits.begin(api_key.name)
+    limits.add(api_key.name)
     yield
-    limits.end(api_key.name)
+    limits.remove(api_key.name)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class Client:
     def take_body(self) -> bytes | None:
         return None
 
-    def watch(self, on_left: Callable[[], None] | None) -> None:
+    def tell_when_left(self, on_left: Callable[[], None] | None) -> None:
         """This client stays."""
 
     async def ask(self, cluster: FakeCluster) -> bytes:

@@ -34,7 +34,7 @@ class Setup:
         """One that is answered."""
         charge = self.begin()
         charge.expect(prompt, answers)
-        charge.answered()
+        charge.confirm()
         return charge
 
     def refused(self, prompt: int = 1, answers: int = 0) -> ClientError:

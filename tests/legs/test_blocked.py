@@ -30,6 +30,6 @@ async def test_others_have_their_turn_while_a_long_body_is_read() -> None:
     shape(Endpoint.CHAT, body), facts_of(body).tokens
     at_once = time.thread_time() - began
     watching = asyncio.create_task(watch())
-    await PromptReader().facts(await in_turns(reading(raw)))
+    await PromptReader().read(await in_turns(reading(raw)))
     watching.cancel()
     assert longest < at_once / 3

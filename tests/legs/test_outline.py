@@ -44,7 +44,7 @@ async def read(endpoint: Endpoint, body: dict[str, Any], *, ascii_only: bool = F
 
 
 async def parts_of(endpoint: Endpoint, body: Json) -> list[bytes]:
-    text = (await PromptReader().facts(body)).text
+    text = (await PromptReader().read(body)).text
     assert text is not None
     parts = text.take_parts()
     assert text.take_parts() == []
@@ -55,7 +55,7 @@ async def parts_of(endpoint: Endpoint, body: Json) -> list[bytes]:
 async def test_of_a_long_chat_the_same_is_known_as_of_a_parsed_one(messages: list[Any]) -> None:
     body = {"model": "m", "stream": True, "messages": messages}
     large, exact = await read(Endpoint.CHAT, body), facts_of(body).tokens
-    facts = await PromptReader().facts(large)
+    facts = await PromptReader().read(large)
     assert facts.tokens == pytest.approx(exact, rel=0.02, abs=16)
     known = PromptFacts(exact, facts.media)
     assert shape(Endpoint.CHAT, large, known) == shape(Endpoint.CHAT, body)
@@ -80,7 +80,7 @@ async def test_two_images_differ_in_a_long_chat_as_in_a_parsed_one() -> None:
 
 async def test_of_more_messages_than_are_looked_at_the_rest_counts_by_its_bytes_and_may_hold_media() -> None:
     body = {"messages": [{"role": "user", "content": LINE}] * (3 * MOST_ITEMS)}
-    facts = await PromptReader().facts(await read(Endpoint.CHAT, body))
+    facts = await PromptReader().read(await read(Endpoint.CHAT, body))
     assert facts.tokens == pytest.approx(facts_of(body).tokens, rel=0.5)
     assert facts.media
 
@@ -89,7 +89,7 @@ async def test_of_more_messages_than_are_looked_at_the_rest_counts_by_its_bytes_
 async def test_of_a_long_text_the_same_is_known_as_of_a_parsed_one(ascii_only: bool) -> None:
     body = {"model": "m", "prompt": TEXT, "max_tokens": 5}
     large = await read(Endpoint.COMPLETIONS, body, ascii_only=ascii_only)
-    facts, exact = await PromptReader().facts(large), facts_of(body).tokens
+    facts, exact = await PromptReader().read(large), facts_of(body).tokens
     assert facts.tokens == pytest.approx(exact, rel=0.03)
     known = PromptFacts(exact)
     assert shape(Endpoint.COMPLETIONS, large, known) == shape(Endpoint.COMPLETIONS, body)
@@ -101,7 +101,7 @@ async def test_of_a_long_text_the_same_is_known_as_of_a_parsed_one(ascii_only: b
 async def test_token_ids_are_counted_and_the_first_are_known(count: int) -> None:
     ids = [number % 150_000 for number in range(count)]
     large = await read(Endpoint.COMPLETIONS, {"prompt": ids})
-    facts = await PromptReader().facts(large)
+    facts = await PromptReader().read(large)
     assert facts.text is not None
     assert (facts.tokens, list(facts.text.ids)) == (count, ids[:MOST_IDS])
     assert split(Endpoint.COMPLETIONS, large) == (large,)

@@ -87,7 +87,7 @@ def test_a_proved_node_need_not_be_tried(evidence: Evidence) -> None:
 def test_a_node_that_came_back_must_be_proved_and_its_bars_last_until_then(evidence: Evidence) -> None:
     evidence.record_passed(("p1", "d1"))
     evidence.record_failed(("p2", "d1"), "far apart", 0)
-    evidence.restart("d1", 5, {"p1", "p2"})
+    evidence.node_joins("d1", 5, {"p1", "p2"})
     assert not evidence.proved("d1")
     assert evidence.proved("p1")
     assert not evidence.bars().allow("p2", "d1")
@@ -97,7 +97,7 @@ def test_a_node_that_came_back_must_be_proved_and_its_bars_last_until_then(evide
 def test_a_node_that_came_back_with_other_partners_has_no_bars_with_the_old_ones(evidence: Evidence) -> None:
     evidence.record_passed(("p1", "d2"))
     evidence.record_failed(("p1", "d1"), "far apart", 0)
-    evidence.restart("d1", 5, {"p2"})
+    evidence.node_joins("d1", 5, {"p2"})
     assert not evidence.bars()
     assert evidence.unproved_due("d1", 5)
 
@@ -126,7 +126,7 @@ def test_whatever_happens_the_last_result_of_a_pair_counts(events: list[tuple[tu
             case "unanswered":
                 evidence.record_unanswered(pair, "no ticket", now)
             case _:
-                evidence.restart(pair[0], now, {"d1", "d2", "d3"})
+                evidence.node_joins(pair[0], now, {"d1", "d2", "d3"})
         if event in ("passed", "failed"):
             last[pair] = event
     bars = evidence.bars()

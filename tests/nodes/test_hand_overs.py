@@ -140,7 +140,7 @@ def test_a_node_that_comes_back_or_leaves_is_forgotten(seen: Seen) -> None:
     seen.in_vain(LAST)
     seen.hand_overs.keep_only(frozenset({"p0", "d0"}))
     assert seen.barred()
-    seen.hand_overs.restart("d0")
+    seen.hand_overs.node_joins("d0")
     assert not seen.barred()
     seen.in_vain(LAST)
     seen.hand_overs.keep_only(frozenset({"p0"}))

@@ -16,7 +16,7 @@ def record(*well: bool, client: str = "") -> LegRecord:
     made = LegRecord()
     for number, each in enumerate(well):
         if each:
-            made.ended(client, 0.0)
+            made.ended_well(client, 0.0)
         else:
             made.failed(LegOrigin(f"of a peer {number}"), FailureEvidence.SERVED, streaming=False)
     return made
@@ -115,7 +115,7 @@ def test_a_first_event_ends_the_row_of_legs_that_did_not_get_so_far() -> None:
         node.began()
     assert len(node.row) == 5
     assert node.is_outlier([GOOD], FAILURES, NOW), "each of its streams broke off"
-    node.ended("", NOW)
+    node.ended_well("", NOW)
     assert not node.row
 
 

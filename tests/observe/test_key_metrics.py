@@ -12,7 +12,7 @@ def test_a_known_key_begins_at_zero_and_is_asked_what_it_runs() -> None:
     metrics.series("alice")
     assert registry.get_sample_value("pdproxy_key_requests_total", {"key": "alice", "outcome": "failed"}) == 0
     assert registry.get_sample_value("pdproxy_key_rejected_total", {"key": "alice", "reason": "input_rate"}) == 0
-    metrics.watch(len, lambda key: 2)
+    metrics.watch_queue(len, lambda key: 2)
     assert registry.get_sample_value("pdproxy_key_requests_active", {"key": "alice"}) == 5
     assert registry.get_sample_value("pdproxy_key_requests_queued", {"key": "alice"}) == 2
 

@@ -70,7 +70,7 @@ class QueueSetup:
         end = self.ends[name] = asyncio.Event()
         admission = self.admissions[name] = admission_of(self.queue, asked)
         try:
-            await admission.begin(lambda _: self._take(name, model), lambda: model)
+            await admission.start_when_room(lambda _: self._take(name, model), lambda: model)
             assert self.entered.count(name) == 1
             await end.wait()
             self.room[model] = self.room.get(model, 0) + 1

@@ -87,7 +87,7 @@ def test_the_number_of_failures_is_bounded() -> None:
     for index in range(MAX_FAILURES + 5):
         request = cluster.request(Endpoint.CHAT, CHAT, name=f"r-{index}")
         record = AnswerRecord.of(request, cluster.clock.now)
-        live.begin(record)
+        live.add(record)
         live.failed(LegFailure(0.0, record.name, Leg.DECODE, "d0", Fault.RESET, Step.FAIL, record.failure))
     assert [ride.name for ride in live.newest(2)] == ["r-24", "r-23"]
     assert [failure.name for failure in live.failures()][::19] == ["r-24", "r-5"]
@@ -159,7 +159,7 @@ async def test_phases_are_shown_in_milliseconds() -> None:
     cluster = FakeCluster()
     request = msgspec.structs.replace(cluster.request(Endpoint.CHAT, CHAT), arrived=cluster.clock.now() - 1)
     recorder = Recorder(cluster.context)
-    record = recorder.begin(request)
+    record = recorder.begin_record(request)
     for phase, seconds in ((Phase.PREFILL, 0.5), (Phase.PREFILL, 0.25), (Phase.HANDOVER, 0.25), (Phase.DECODE, 0.125)):
         cluster.clock.advance(seconds)
         record.first.enter(phase, phase)

@@ -54,7 +54,7 @@ class OneNode:
     async def _answer(self, name: str, asked: Admission, answer: float) -> None:
         place, given = self._place, list[float]()
 
-        def begin(share_use: ShareUse) -> bool:
+        def start(share_use: ShareUse) -> bool:
             now = self._clock.now()
             takes = self._book.pace_at(Work.PREFILL, place).seconds(asked.prompt)
             if share_use and not self._queue.about_done(self._book.seconds_left(Work.PREFILL, place, now), takes):
@@ -65,7 +65,7 @@ class OneNode:
             return True
 
         try:
-            await asked.begin(begin, lambda: "m")
+            await asked.start_when_room(start, lambda: "m")
             async with self._busy:
                 await asyncio.sleep(asked.prompt / 1000)
             place.drop_prompt(asked.key, asked.prompt)

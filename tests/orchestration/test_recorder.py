@@ -19,7 +19,7 @@ async def test_the_tokens_of_all_legs_count_and_the_last_leg_tells_those_of_the_
         on_usage=lambda prompt, completion: told.append((prompt, completion)),
     )
     recorder = Recorder(cluster.context)
-    record = recorder.begin(request)
+    record = recorder.begin_record(request)
     record.first.leg_used(Usage(5, 2, 4), Route.DISAGGREGATED)
     record.first.leg_used(Usage(5, 7, None), None)
     assert record.usage() == Usage(5, 7, None)
@@ -35,7 +35,8 @@ async def test_the_tokens_of_all_legs_count_and_the_last_leg_tells_those_of_the_
 
 async def test_a_stream_that_moves_keeps_the_route_that_it_began_by() -> None:
     cluster = FakeCluster()
-    record = Recorder(cluster.context).begin(cluster.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True)))
+    request = cluster.request(Endpoint.CHAT, body_for(Endpoint.CHAT, stream=True))
+    record = Recorder(cluster.context).begin_record(request)
     record.first.answer_began(Route.DISAGGREGATED, "one")
     record.first.answer_began(Route.LOCAL, "another")
     assert (record.first.route, record.first.cohort) == (Route.DISAGGREGATED, "one")

@@ -24,7 +24,7 @@ async def test_without_pressure_the_loop_gets_no_turn() -> None:
     """A coroutine that does not wait ends at its first step."""
     setup = QueueSetup()
     admission = admission_of(setup.queue)
-    step = admission.begin(lambda _: True, lambda: "m")
+    step = admission.start_when_room(lambda _: True, lambda: "m")
     with pytest.raises(StopIteration):
         step.send(None)
     assert admission.runs
@@ -279,7 +279,7 @@ async def test_an_error_of_the_attempt_is_its_own(error: Exception) -> None:
     def fail(_: ShareUse) -> bool:
         raise error
 
-    failing = asyncio.create_task(admission.begin(fail, lambda: "m"))
+    failing = asyncio.create_task(admission.start_when_room(fail, lambda: "m"))
     await setup.start("b")
     await setup.end("a")
     with pytest.raises(type(error), match="no node"):

@@ -43,7 +43,7 @@ def turn(book: Conversations, *marks: int, at: float = 0.0, tenant: str = "t", n
 def end(book: Conversations, conversation: Conversation, at: float, seconds: float = 0.0) -> None:
     """Its prompt is computed, and answered."""
     book.cached(conversation, seconds, at)
-    book.answered(conversation)
+    book.turn_ended(conversation)
 
 
 def test_a_prompt_that_begins_with_another_one_is_the_next_turn() -> None:
@@ -93,34 +93,34 @@ def test_pauses_are_counted_from_the_end_of_an_answer() -> None:
 def test_a_conversation_that_has_come_back_is_kept_for_some_of_its_pauses() -> None:
     book = conversations()
     first = turn(book, 1)
-    assert book.seconds(first, None) == (0.0, None)
+    assert book.seconds_to_keep(first, None) == (0.0, None)
     turn(book, 1, 2, at=4)
-    assert book.seconds(first, None) == (PAUSES * 4 + SPARE, KeepReason.USUAL_PAUSE)
+    assert book.seconds_to_keep(first, None) == (PAUSES * 4 + SPARE, KeepReason.USUAL_PAUSE)
     turn(book, 1, 2, 3, at=4000)
-    assert book.seconds(first, None) == (MOST_USUAL, KeepReason.USUAL_PAUSE)
+    assert book.seconds_to_keep(first, None) == (MOST_USUAL, KeepReason.USUAL_PAUSE)
 
 
 def test_a_clients_word_counts_as_far_as_the_operator_lets_it() -> None:
     book = conversations(Keep.ASKED, longest=600.0)
     first = turn(book, 1)
     turn(book, 1, 2, at=4)
-    assert book.seconds(first, None) == (0.0, None)
-    assert book.seconds(first, DAY) == (600.0, KeepReason.PROMPT_CACHE_RETENTION)
-    assert book.seconds(first, KeepAsk(300.0, KeepReason.CACHE_CONTROL)) == (300.0, KeepReason.CACHE_CONTROL)
-    assert book.seconds(first, KeepAsk(0.0, KeepReason.PROMPT_CACHE_OPTIONS)) == (0.0, None)
+    assert book.seconds_to_keep(first, None) == (0.0, None)
+    assert book.seconds_to_keep(first, DAY) == (600.0, KeepReason.PROMPT_CACHE_RETENTION)
+    assert book.seconds_to_keep(first, KeepAsk(300.0, KeepReason.CACHE_CONTROL)) == (300.0, KeepReason.CACHE_CONTROL)
+    assert book.seconds_to_keep(first, KeepAsk(0.0, KeepReason.PROMPT_CACHE_OPTIONS)) == (0.0, None)
 
 
 def test_a_named_session_is_kept_from_its_first_turn_while_such_come_back() -> None:
     book = conversations()
     first = turn(book, 1, named=True)
-    assert book.seconds(first, None) == (FIRST_PAUSE, KeepReason.SESSION)
+    assert book.seconds_to_keep(first, None) == (FIRST_PAUSE, KeepReason.SESSION)
     for number in range(2, FEW + 1):
         last = turn(book, number, named=True)
-    assert book.seconds(last, None) == (0.0, None), "of so many not one came back"
-    assert book.seconds(turn(book, 99, tenant="other", named=True), None)[1] is KeepReason.SESSION
+    assert book.seconds_to_keep(last, None) == (0.0, None), "of so many not one came back"
+    assert book.seconds_to_keep(turn(book, 99, tenant="other", named=True), None)[1] is KeepReason.SESSION
     for number in range(1, FEW // 2):
         turn(book, number, number + 100, at=1.0, named=True)
-    assert book.seconds(last, None) == (FIRST_PAUSE, KeepReason.SESSION)
+    assert book.seconds_to_keep(last, None) == (FIRST_PAUSE, KeepReason.SESSION)
 
 
 def test_the_place_that_kept_it_is_told_once_when_it_moves() -> None:

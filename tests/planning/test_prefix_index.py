@@ -91,7 +91,7 @@ def index_with(*events: CacheEvent, place: Place = P) -> PrefixIndex:
 
 
 def hit(index: PrefixIndex, place: Place = P, tokens: int = TOKENS, now: float = 0.0) -> Hit:
-    return index.look_up(PROMPT[: tokens // UNIT], tokens, now).get(place, Hit(0, 0))
+    return index.hits(PROMPT[: tokens // UNIT], tokens, now).get(place, Hit(0, 0))
 
 
 # ---- what is there
@@ -189,8 +189,8 @@ def test_a_place_s_bit_can_be_another_s() -> None:
     index.apply(Q, stored(ATTENTION, blocks(1)))
     index.drop_place(P)
     index.apply(R, stored(ATTENTION, blocks(2)))
-    assert index.look_up(PROMPT, TOKENS, 0.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
-    assert index.look_up(PROMPT, TOKENS, 10.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
+    assert index.hits(PROMPT, TOKENS, 0.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
+    assert index.hits(PROMPT, TOKENS, 10.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
 
 
 def test_removals_of_what_was_never_there_are_counted_and_change_nothing() -> None:
@@ -341,7 +341,7 @@ def test_a_forgotten_place_s_expectations_are_not_another_s() -> None:
     index.expect(P, PROMPT, Hit(18, 0), until=5.0)
     index.drop_place(P)
     index.expect(Q, PROMPT, Hit(18, 0), until=9.0)
-    assert index.look_up(PROMPT, TOKENS, 6.0) == {Q: Hit(18, 0)}
+    assert index.hits(PROMPT, TOKENS, 6.0) == {Q: Hit(18, 0)}
 
 
 # ---- against a plain model
@@ -369,4 +369,4 @@ def test_it_is_what_the_places_said(events: list[tuple[Place, CacheEvent]], toke
             plain[place].take(event)
         wanted: Mapping[Place, Hit] = {place: said.hit(PROMPT, tokens, hybrid=hybrid) for place, said in plain.items()}
         wanted = {place: each for place, each in wanted.items() if each != Hit(0, 0)}
-        assert index.look_up(PROMPT[: tokens // UNIT], tokens, 0.0) == wanted
+        assert index.hits(PROMPT[: tokens // UNIT], tokens, 0.0) == wanted

@@ -235,11 +235,11 @@ def test_none_starves_under_a_stream_of_others() -> None:
 
 def test_a_wait_is_told_by_how_fast_others_left() -> None:
     rate = DepartureRate()
-    assert rate.seconds(3, 0.0) == math.inf
-    rate.began(0.0)
+    assert rate.seconds_to_leave(3, 0.0) == math.inf
+    rate.first_waits(0.0)
     for second in range(1, 5):
         rate.departed(2.0 * second)
-    assert rate.seconds(3, 8.0) == pytest.approx(6.0)
-    assert rate.seconds(3, 18.0) == pytest.approx(30.0), "nothing has left for ten seconds"
-    rate.began(500.0)
-    assert rate.seconds(3, 501.0) == pytest.approx(6.0), "while none waited none could leave"
+    assert rate.seconds_to_leave(3, 8.0) == pytest.approx(6.0)
+    assert rate.seconds_to_leave(3, 18.0) == pytest.approx(30.0), "nothing has left for ten seconds"
+    rate.first_waits(500.0)
+    assert rate.seconds_to_leave(3, 501.0) == pytest.approx(6.0), "while none waited none could leave"

@@ -108,7 +108,7 @@ def test_a_keys_own_limit_counts_its_prompts() -> None:
     assert shares.may_run("a")
     limits.replace(LimitsByKey())
     assert shares.may_run("a")
-    assert limits.of("a") is NO_LIMITS
+    assert limits.of_key("a") is NO_LIMITS
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), max_size=40))

@@ -176,7 +176,7 @@ async def test_a_client_that_leaves_is_told_of_once(late: bool) -> None:
         exchange.take_body()
         if late:
             assert (await receive())["type"] == "http.disconnect"
-        exchange.watch(lambda: told.put_nowait("left"))
+        exchange.tell_when_left(lambda: told.put_nowait("left"))
         await asyncio.sleep(0.2)
 
     async with serving(LIMITS, app) as port, asyncio.timeout(SOON):
@@ -196,11 +196,11 @@ async def test_a_client_that_leaves_after_that_is_not_told_of(ends: bool) -> Non
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        exchange.watch(lambda: told.append("left"))
+        exchange.tell_when_left(lambda: told.append("left"))
         if ends:
             await send_whole(send, 200, (), b"yes")
         else:
-            exchange.watch(None)
+            exchange.tell_when_left(None)
         over.set()
         await asyncio.sleep(0.1)
 

@@ -124,7 +124,7 @@ class CachedCluster(LoopbackCluster):
         assert len(self.conversations) <= MOST_CONVERSATIONS
         assert self.registry.get_sample_value("pdproxy_keeps_total", {"outcome": "kept"}), "nothing was ever kept"
         assert self.registry.get_sample_value("pdproxy_prefix_index_blocks") == 0
-        index.look_up((), 1, math.inf)
+        index.hits((), 1, math.inf)
         assert not any(type(each).__name__ == "_Expectation" for each in gc.get_objects()), "what was expected stays"
 
     async def stop(self) -> None:

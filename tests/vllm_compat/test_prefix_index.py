@@ -24,7 +24,7 @@ def check(engine: Engine, hasher: PromptHasher) -> Iterator[Hit]:
     for salt, prompt in engine.prompts():
         hashes = hasher.hashes(prompt, PromptExtras(salt=salt))
         assert hashes is not None
-        found = engine.events.index.look_up(hashes, len(prompt), 0.0).get(engine.place, NOTHING)
+        found = engine.events.index.hits(hashes, len(prompt), 0.0).get(engine.place, NOTHING)
         assert found == engine.finds(salt, prompt), (salt, prompt)
         yield found
 
@@ -85,7 +85,7 @@ def test_after_a_gap_it_never_says_more_than_there_is(name: str) -> None:
         engine.live()
         for salt, prompt in engine.prompts():
             hashes = hasher.hashes(prompt, PromptExtras(salt=salt)) or ()
-            hit = engine.events.index.look_up(hashes, len(prompt), 0.0).get(engine.place, NOTHING)
+            hit = engine.events.index.hits(hashes, len(prompt), 0.0).get(engine.place, NOTHING)
             assert hit.resume <= engine.finds(salt, prompt).resume
             assert hit.attention <= engine.attention(salt, prompt)
             hits += hit.resume > 0
@@ -103,7 +103,7 @@ def test_what_is_expected_of_a_prompt_is_what_comes(name: str) -> None:
         expecting = PrefixIndex(model.scheme)
         expecting.expect(engine.place, hasher.hashes(prompt) or (), expecting.after_prefill(tokens), until=1.0)
         for later in (prompt, [*prompt, 1], [*prompt, *engine.text(40)]):
-            found = expecting.look_up(hasher.hashes(later) or (), len(later), 0.0).get(engine.place, NOTHING)
+            found = expecting.hits(hasher.hashes(later) or (), len(later), 0.0).get(engine.place, NOTHING)
             assert found == engine.finds(None, later), (tokens, len(later))
 
 
