@@ -41,7 +41,7 @@ class ContainerEngine:
     command: str
     compose: tuple[str, ...]
 
-    def ask(self, *words: str, within: float = ANSWERS_WITHIN_S) -> str:
+    def output(self, *words: str, within: float = ANSWERS_WITHIN_S) -> str:
         """Run a command of the engine and return its stdout. Raises ContainerEngineError."""
         return execute([self.command, *words], os.environ, within).stdout.strip()
 
@@ -62,7 +62,7 @@ class ContainerEngine:
 
     def inspect(self, template: str, *containers: str) -> str:
         """A Go template, filled in for each container, a line each. Raises ContainerEngineError."""
-        return self.ask("container", "inspect", f"--format={template}", *containers)
+        return self.output("container", "inspect", f"--format={template}", *containers)
 
     @contextmanager
     def running(self, *words: str) -> Iterator[str]:
@@ -72,7 +72,7 @@ class ContainerEngine:
         """
         self._remove(CHECKED)  # left by a run that was killed
         try:
-            self.ask("run", "--detach", f"--name={CHECKED}", *words)
+            self.output("run", "--detach", f"--name={CHECKED}", *words)
             with self.logs_kept({CHECKED: CHECKED}):
                 yield CHECKED
         finally:

@@ -79,12 +79,13 @@ def build(engine: ContainerEngine, options: Sequence[str]) -> None:
         print(f"\nBuilding {image} from {dockerfile}:", flush=True)
         with timed("built"):
             engine.build(image, dockerfile, [f"--label=org.opencontainers.image.version={__version__}", *options])
-        say(f"{int(engine.ask('image', 'inspect', '--format={{.Size}}', image)) / 1e6:.0f} MB, its base image included")
+        size = int(engine.output("image", "inspect", "--format={{.Size}}", image))
+        say(f"{size / 1e6:.0f} MB, its base image included")
 
 
 def check_user(engine: ContainerEngine, image: str) -> None:
     """Raise ImageError where it runs as root."""
-    user = engine.ask("run", "--rm", *HARDENED, "--entrypoint=id", image, "-u")
+    user = engine.output("run", "--rm", *HARDENED, "--entrypoint=id", image, "-u")
     require(user != "0", f"{image} runs as root")
     say(f"runs as user {user}")
 
@@ -92,7 +93,7 @@ def check_user(engine: ContainerEngine, image: str) -> None:
 def check_end(engine: ContainerEngine, container: str) -> None:
     """End a container by SIGTERM. Raises ImageError where it does not end in order."""
     with timed("ends in order when it is told to"):
-        engine.ask("stop", "-t", str(GRACE_S), container, within=2 * GRACE_S)
+        engine.output("stop", "-t", str(GRACE_S), container, within=2 * GRACE_S)
     status = engine.exit_status(container)
     require(status == 0, f"{container} ended with status {status} after SIGTERM")
 
@@ -100,7 +101,7 @@ def check_end(engine: ContainerEngine, container: str) -> None:
 def check_scan(engine: ContainerEngine) -> None:
     """Raise ImageError where streams are scanned in Python: where no compiler answers, a build goes on without it."""
     asked = "from pdproxy.stream.scan import BEST; print(BEST.language)"
-    language = engine.ask("run", "--rm", *HARDENED, "--entrypoint=python", PROXY, "-c", asked)
+    language = engine.output("run", "--rm", *HARDENED, "--entrypoint=python", PROXY, "-c", asked)
     require(language == "C", f"{PROXY} has no compiled scan of streams; its build says why")
     say("has the compiled scan of streams")
 
@@ -109,7 +110,7 @@ def check_proxy(engine: ContainerEngine) -> None:
     """Raises ImageError and ContainerEngineError."""
     print(f"\nTrying {PROXY}, with a read-only root file system and no capabilities:", flush=True)
     check_user(engine, PROXY)
-    version = engine.ask("run", "--rm", *HARDENED, PROXY, "--version")
+    version = engine.output("run", "--rm", *HARDENED, PROXY, "--version")
     require(__version__ in version.split(), f"this is version {__version__}, and the image says {version!r}")
     say(f"says that it is {version}")
     check_scan(engine)
@@ -149,7 +150,7 @@ class Composed:
     def container(self, service: str) -> str:
         """A service's container, by its id. Raises ImageError where there is not one."""
         labels = (f"--filter=label=com.docker.compose.{name}" for name in (f"project={PROJECT}", f"service={service}"))
-        found = self.engine.ask("ps", "--all", "--quiet", *labels).split()
+        found = self.engine.output("ps", "--all", "--quiet", *labels).split()
         require(len(found) == 1, f"{service} should have one container, and has {len(found)}")
         return found[0]
 
@@ -186,7 +187,7 @@ def check_compose(engine: ContainerEngine) -> None:
     composed = Composed(engine, *free_ports(2))
     with composed.up() as containers:
         await_joined(composed, containers)
-        engine.ask("exec", containers["cpu-proxy"], "pdproxy", "check")
+        engine.output("exec", containers["cpu-proxy"], "pdproxy", "check")
         say("pdproxy check, run in the proxy's container: the nodes can work together")
         check_hand_over(composed, containers["cpu-decode"])
         check_stop(composed, containers)
@@ -195,7 +196,7 @@ def check_compose(engine: ContainerEngine) -> None:
 def await_joined(composed: Composed, containers: Mapping[str, str]) -> None:
     """Wait until all are healthy and the proxy has taken its nodes in. Raises as `check_compose` does."""
 
-    token = composed.engine.ask("exec", containers["cpu-proxy"], "cat", TOKEN_FILE).strip()
+    token = composed.engine.output("exec", containers["cpu-proxy"], "cat", TOKEN_FILE).strip()
 
     def still_alive() -> None:
         composed.engine.require_running(*containers.values())
@@ -212,7 +213,7 @@ def check_hand_over(composed: Composed, decode: str) -> None:
     """A chat gets the right answer, by blocks that the decode node read. Raises as `check_compose` does."""
 
     def counts() -> Counts:
-        return parse(composed.engine.ask("exec", decode, "python", "-c", FETCH_METRICS))
+        return parse(composed.engine.output("exec", decode, "python", "-c", FETCH_METRICS))
 
     question, before = quiz(905, PROMPT_TOKENS), counts()
     with composed.chat(question) as told:

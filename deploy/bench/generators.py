@@ -27,7 +27,7 @@ class _Writer:
         """New text of some length around that."""
         return self.text(self.dice.uniform(0.5, 1.5) * tokens)
 
-    def ask(self, at: float, after: int | None, session: int | None, prompt: Prompt, output: int) -> int:
+    def add_request(self, at: float, after: int | None, session: int | None, prompt: Prompt, output: int) -> int:
         """Add a request; its number."""
         self._requests.append(Request(at, after, session, prompt, output))
         return len(self._requests) - 1
@@ -61,7 +61,7 @@ def chat(shape: Chat = Chat(), seed: int = 1, name: str = "chat") -> Trace:
         for _ in range(shape.turns):
             answer = writer.about(shape.answer)
             prompt = (*prompt, writer.about(shape.question))
-            last = writer.ask(at, last, number, prompt, answer.tokens)
+            last = writer.add_request(at, last, number, prompt, answer.tokens)
             prompt, at = (*prompt, answer), writer.dice.expovariate(1 / shape.pause)
     return writer.trace()
 
@@ -114,7 +114,7 @@ def _calls(
     """One call after the other; the number of each, and the context after its result."""
     for _ in range(calls):
         said = writer.about(shape.output)
-        last = writer.ask(at, last, session, prompt, said.tokens)
+        last = writer.add_request(at, last, session, prompt, said.tokens)
         prompt = (*prompt, said, writer.about(shape.result))
         at = _pause(writer, shape)
         yield last, prompt
@@ -170,7 +170,7 @@ def single(shape: Single, seed: int = 1, name: str = "single") -> Trace:
     shared = (writer.text(shape.prefix),) if shape.prefix else ()
     times = sorted(writer.dice.uniform(0, shape.within) for _ in range(shape.requests))
     for number, at in enumerate(times):
-        writer.ask(at, None, number, (*shared, writer.about(shape.prompt)), shape.output)
+        writer.add_request(at, None, number, (*shared, writer.about(shape.prompt)), shape.output)
     return writer.trace()
 
 
@@ -200,7 +200,7 @@ def turning(shape: Turning, seed: int = 1, name: str = "turning") -> Trace:
         kind, at = turn % 2, turn * shape.seconds
         while (at := at + writer.dice.expovariate(shape.rates[kind])) < (turn + 1) * shape.seconds:
             output = max(2, round(writer.dice.uniform(0.5, 1.5) * shape.outputs[kind]))
-            writer.ask(at, None, None, (writer.about(shape.prompts[kind]),), output)
+            writer.add_request(at, None, None, (writer.about(shape.prompts[kind]),), output)
     return writer.trace()
 
 

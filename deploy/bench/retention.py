@@ -63,7 +63,7 @@ def node_of(setting: Setting) -> Node:
     return node
 
 
-def ask(node: Node, name: str, prompt: Sequence[int]) -> int:
+def compute(node: Node, name: str, prompt: Sequence[int]) -> int:
     """Compute a prompt: how many of its tokens were hit."""
     request = node.add(name, prompt, max_tokens=ANSWER)
     node.step()  # it is scheduled at once
@@ -77,12 +77,12 @@ def measure(setting: Setting, shared: int, rest: int) -> Hits:
     node = node_of(setting)
     prefix = [10 + at % 800 for at in range(shared)]
     prompts = [[*prefix, *[900 + at] * rest] for at in range(3)]
-    hits = tuple(ask(node, f"p{at}", prompt) for at, prompt in enumerate(prompts))
+    hits = tuple(compute(node, f"p{at}", prompt) for at, prompt in enumerate(prompts))
     states = kept_states(node)
-    turn = ask(node, "turn", [*prompts[0], *[7] * ANSWER, *[5] * rest])
+    turn = compute(node, "turn", [*prompts[0], *[7] * ANSWER, *[5] * rest])
     other = node_of(setting)
-    ask(other, "prefix", prefix)
-    return Hits(hits, turn, ask(other, "p0", prompts[0]), states)
+    compute(other, "prefix", prefix)
+    return Hits(hits, turn, compute(other, "p0", prompts[0]), states)
 
 
 def kept_states(node: Node) -> int:

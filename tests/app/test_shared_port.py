@@ -43,7 +43,7 @@ async def complete(proxy: Process) -> int:
         return (await client.post("/v1/completions", json=COMPLETION)).status_code
 
 
-async def answered(proxy: Process) -> int:
+async def count_answers(proxy: Process) -> int:
     """Requests that this proxy answered, by its own metrics; it has both nodes when this returns."""
     async with plain_client(proxy.operators) as operator:
         await until(operator, *(up(f"{role}-0", role) for role in Role))
@@ -62,13 +62,13 @@ async def test_two_proxies_answer_on_one_port_until_one_of_them_ends(tmp_path: P
     async with asyncio.timeout(SOON), serving(folders[0], settings) as one:
         async with serving(folders[1], settings) as two:
             assert one.clients == two.clients
-            assert [await answered(one), await answered(two)] == [0, 0]
+            assert [await count_answers(one), await count_answers(two)] == [0, 0]
             assert await asyncio.gather(*(complete(one) for _ in range(40))) == [200] * 40
-            counts = [await answered(one), await answered(two)]
+            counts = [await count_answers(one), await count_answers(two)]
             assert sum(counts) == 40
             assert all(counts), "by chance one in 2 ** 39"
         assert await asyncio.gather(*(complete(one) for _ in range(10))) == [200] * 10
-        assert await answered(one) == counts[0] + 10
+        assert await count_answers(one) == counts[0] + 10
 
 
 @pytest.mark.parametrize("reuse", [ReusePort.ON, ReusePort.OFF])

@@ -153,21 +153,23 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def begin(monkeypatch: pytest.MonkeyPatch, kind: str) -> Callable[[ConnectorWorker], tuple[Runner, Forward]]:
-    def begin(worker: ConnectorWorker) -> tuple[Runner, Forward]:
+def start_runner(monkeypatch: pytest.MonkeyPatch, kind: str) -> Callable[[ConnectorWorker], tuple[Runner, Forward]]:
+    def start_runner(worker: ConnectorWorker) -> tuple[Runner, Forward]:
         connector, forward = facade(worker), Forward(worker)
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
         return RUNNERS[kind](connector, forward), forward
 
-    return begin
+    return start_runner
 
 
-Begin = Callable[[ConnectorWorker], tuple[Runner, Forward]]
+StartRunner = Callable[[ConnectorWorker], tuple[Runner, Forward]]
 
 
-def test_a_read_is_posted_landed_judged_and_reported(make: MakeRank, prefill: Prefill, begin: Begin) -> None:
+def test_a_read_is_posted_landed_judged_and_reported(
+    make: MakeRank, prefill: Prefill, start_runner: StartRunner
+) -> None:
     worker = make()
-    step, _ = begin(worker)
+    step, _ = start_runner(worker)
     first = step(read_step("r", NONCE, prefill.port, local=[3, 4], remote=[7, 8, 9]))
     assert not first.finished_recving
     assert agent(worker).blocks[0] == ([3, 4], [8, 9])
@@ -180,9 +182,11 @@ def test_a_read_is_posted_landed_judged_and_reported(make: MakeRank, prefill: Pr
     assert output.kv_connector_stats is not None
 
 
-def test_a_read_that_fails_says_how_in_the_same_output(make: MakeRank, prefill: Prefill, begin: Begin) -> None:
+def test_a_read_that_fails_says_how_in_the_same_output(
+    make: MakeRank, prefill: Prefill, start_runner: StartRunner
+) -> None:
     worker = make()
-    step, _ = begin(worker)
+    step, _ = start_runner(worker)
     step(read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
     agent(worker).end(0, "ERR")
     output = until(lambda: step(ConnectorMetadata()), lambda output: bool(output.finished_recving))
@@ -192,9 +196,9 @@ def test_a_read_that_fails_says_how_in_the_same_output(make: MakeRank, prefill: 
     )
 
 
-def test_a_lease_is_held_read_and_let_go(make: MakeRank, begin: Begin) -> None:
+def test_a_lease_is_held_read_and_let_go(make: MakeRank, start_runner: StartRunner) -> None:
     worker = make()
-    step, _ = begin(worker)
+    step, _ = start_runner(worker)
     assert not step(lease_step("p")).finished_sending
     agent(worker).inbox.append(f"{alias_of('p')}#{NONCE}:1".encode())
     output = step(ConnectorMetadata())
@@ -202,9 +206,9 @@ def test_a_lease_is_held_read_and_let_go(make: MakeRank, begin: Begin) -> None:
     assert output.kv_connector_worker_meta == WorkerReport(reads_seen={"p": {NONCE: 1}})
 
 
-def test_a_release_ends_a_lease(make: MakeRank, begin: Begin) -> None:
+def test_a_release_ends_a_lease(make: MakeRank, start_runner: StartRunner) -> None:
     worker = make()
-    step, _ = begin(worker)
+    step, _ = start_runner(worker)
     step(lease_step("p"))
     release = ConnectorMetadata()
     release.releases = frozenset({"p"})
@@ -212,18 +216,18 @@ def test_a_release_ends_a_lease(make: MakeRank, begin: Begin) -> None:
 
 
 def test_reads_are_posted_on_the_side_of_the_forward_pass_that_vllm_chooses(
-    make: MakeRank, prefill: Prefill, begin: Begin, kind: str
+    make: MakeRank, prefill: Prefill, start_runner: StartRunner, kind: str
 ) -> None:
     worker = make()
-    step, forward = begin(worker)
+    step, forward = start_runner(worker)
     step(read_step("r", NONCE, prefill.port, local=[3], remote=[7]))
     before = 1 if "before" in kind else 0
     assert forward.posted[:1] == ([] if kind == "V2 without a forward pass" else [before])
 
 
-def test_metadata_is_gone_when_the_step_is_over(make: MakeRank, begin: Begin) -> None:
+def test_metadata_is_gone_when_the_step_is_over(make: MakeRank, start_runner: StartRunner) -> None:
     worker = make()
-    step, _ = begin(worker)
+    step, _ = start_runner(worker)
     step(lease_step("p"))
     connector = kv_transfer_state._KV_CONNECTOR_AGENT
     assert connector is not None

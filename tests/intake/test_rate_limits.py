@@ -25,14 +25,14 @@ class Setup:
         self.rates = RateLimits(self.clock, Metrics(self.registry))
         self.limits = limits
 
-    def begin(self) -> RateCharge:
+    def charge_request(self) -> RateCharge:
         charge = self.rates.charge_request(ApiKey("k", self.limits))
         assert charge is not None
         return charge
 
     def ask(self, prompt: int, answers: int = 0) -> RateCharge:
         """One that is answered."""
-        charge = self.begin()
+        charge = self.charge_request()
         charge.expect(prompt, answers)
         charge.confirm()
         return charge
@@ -101,11 +101,11 @@ def test_the_tokens_that_are_shown_are_those_of_the_tightest_limit() -> None:
 def test_requests_are_counted_when_they_come() -> None:
     setup = Setup(KeyLimits(requests_per_minute=2))
     for _ in range(2):
-        setup.begin().settle()
+        setup.charge_request().settle()
     error = setup.refused()
     assert (error.kind, dict(error.headers)["retry-after"]) == ("requests", "30")
     setup.clock.advance(30)
-    setup.begin()
+    setup.charge_request()
 
 
 def test_what_a_request_really_cost_takes_the_place_of_what_was_expected() -> None:
@@ -132,7 +132,7 @@ def test_a_longer_answer_than_expected_leaves_a_debt() -> None:
 
 def test_one_that_was_not_answered_costs_no_tokens_and_one_that_nobody_counted_what_was_expected() -> None:
     setup = Setup(INPUT)
-    failed = setup.begin()
+    failed = setup.charge_request()
     failed.expect(6000, 0)
     failed.settle()
     setup.ask(5000).settle()

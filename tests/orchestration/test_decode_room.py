@@ -41,13 +41,13 @@ class Streams:
     async def start(self, name: str, priority: int = 0, api_key: str = "") -> None:
         request = self.cluster.request(COMPLETIONS, BODY, name=name, priority=priority, api_key=api_key)
 
-        async def begin() -> ResponseStream:
+        async def take_answer() -> ResponseStream:
             body = (await self.cluster.orchestrator.answer(request)).body
             assert not isinstance(body, bytes)
             self.begun.append(name)
             return body
 
-        self.tasks[name] = asyncio.create_task(begin())
+        self.tasks[name] = asyncio.create_task(take_answer())
         await settled()
 
     async def close(self, *names: str) -> None:

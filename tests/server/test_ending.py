@@ -242,13 +242,13 @@ async def test_a_connection_is_closed_once_it_has_been_idle_for_too_long() -> No
     """A response that takes longer is not cut, and its end is when the time begins anew."""
     delays = [0.0, 1.5]
 
-    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         await whole_body(scope, receive)
         await asyncio.sleep(delays.pop(0))
         await send_whole(send, 200, (), b"yes")
 
     limits, loop = ConnectionLimits(2000, SOON, SOON), asyncio.get_running_loop()
-    async with running(limits, answered) as (server, port), asyncio.timeout(SOON):
+    async with running(limits, answer) as (server, port), asyncio.timeout(SOON):
         server.config.timeout_keep_alive = 1
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(2):

@@ -112,7 +112,7 @@ class Trouble:
     since: dict[str, float] = dataclasses.field(default_factory=dict)
     ended: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def begin(self, name: str, now: float) -> None:
+    def strike(self, name: str, now: float) -> None:
         """The node is killed or frozen."""
         self.since[name] = now
 

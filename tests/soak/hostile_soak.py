@@ -120,7 +120,7 @@ async def _make_trouble(
         while True:
             await asyncio.sleep(dice.uniform(GRACE, 1.5 * GRACE))
             name, kills = dice.choice(list(nodes)), dice.random() < 0.5
-            trouble.begin(name, time.monotonic())
+            trouble.strike(name, time.monotonic())
             if kills:
                 seen.kills += 1
                 await nodes[name].kill()

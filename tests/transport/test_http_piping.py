@@ -38,7 +38,7 @@ def speaking(*parts: bytes, then: asyncio.Event | None = None) -> Script:
     return script
 
 
-async def begin(transport: H1Transport, there: Peer, timeouts: Timeouts = PATIENT) -> tuple[HttpResponse, bytes]:
+async def open_answer(transport: H1Transport, there: Peer, timeouts: Timeouts = PATIENT) -> tuple[HttpResponse, bytes]:
     """An answer of which the first piece was read."""
     response = await transport.send(post(there), timeouts)
     return response, await anext(aiter(response))
@@ -124,7 +124,7 @@ async def test_chunks_that_are_taken_as_they_are_framed_keep_their_order(
 async def test_the_last_piece_is_left_to_be_read_if_the_end_comes_with_it(transport: H1Transport) -> None:
     go_on = asyncio.Event()
     async with peer(speaking(chunk(b"one"), chunk(b"two") + END, then=go_on)) as there:
-        response, _ = await begin(transport, there)
+        response, _ = await open_answer(transport, there)
         taken = Taken()
         asyncio.get_running_loop().call_later(0.01, go_on.set)
         await response.pipe_to(taken)
@@ -149,7 +149,7 @@ async def test_a_fault_is_left_to_be_read(transport: H1Transport, bad: bytes) ->
         visit.writer.close()
 
     async with peer(script) as there:
-        response, _ = await begin(transport, there)
+        response, _ = await open_answer(transport, there)
         taken = Taken()
         with pytest.raises(NodeFault) as caught:
             await taken.rest(response)
@@ -180,7 +180,7 @@ async def test_a_sink_does_not_extend_the_stall_timeout(
         await visit.until_gone()
 
     async with peer(script) as there, asyncio.timeout(GENEROUS):
-        response, _ = await begin(transport, there, timeouts)
+        response, _ = await open_answer(transport, there, timeouts)
         with pytest.raises(NodeFault, match=words) as caught:
             await Taken().rest(response)
         await response.aclose()
@@ -198,7 +198,7 @@ async def test_pieces_to_a_sink_restart_the_stall_timeout(transport: H1Transport
         await visit.until_gone()
 
     async with peer(script) as there:
-        response, first = await begin(transport, there, Timeouts(GENEROUS, GENEROUS, stall=0.8))
+        response, first = await open_answer(transport, there, Timeouts(GENEROUS, GENEROUS, stall=0.8))
         taken = Taken()
         await taken.rest(response)
         await response.aclose()
@@ -208,7 +208,7 @@ async def test_pieces_to_a_sink_restart_the_stall_timeout(transport: H1Transport
 async def test_a_cancelled_pipe_loses_nothing(transport: H1Transport) -> None:
     go_on = asyncio.Event()
     async with peer(speaking(chunk(b"one"), chunk(b"two") + END, then=go_on)) as there:
-        response, _ = await begin(transport, there)
+        response, _ = await open_answer(transport, there)
         taken = Taken()
         piping = asyncio.ensure_future(response.pipe_to(taken))
         await asyncio.sleep(0)
@@ -223,7 +223,7 @@ async def test_a_cancelled_pipe_loses_nothing(transport: H1Transport) -> None:
 
 async def test_closing_under_a_sink_ends_the_wait(transport: H1Transport) -> None:
     async with peer(speaking(chunk(b"one"))) as there:
-        response, _ = await begin(transport, there)
+        response, _ = await open_answer(transport, there)
         piping = asyncio.ensure_future(response.pipe_to(lambda piece: True))
         await asyncio.sleep(0)
         await response.aclose()
@@ -242,7 +242,7 @@ async def test_an_exception_in_a_sink_is_raised_in_pipe_to_and_ends_the_exchange
         raise KeyError(piece)
 
     async with peer(speaking(*map(chunk, WORDS), END), always(b"yes")) as there:
-        response, _ = await begin(transport, there)
+        response, _ = await open_answer(transport, there)
         with pytest.raises(KeyError):
             await response.pipe_to(broken)
         await response.aclose()

@@ -22,7 +22,7 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Several:
     return made
 
 
-def begin(node: Several) -> None:
+def start_overdue_load(node: Several) -> None:
     """A load that is overdue when this returns; no child was called."""
     node.add("d", TOKENS)
     node.step()
@@ -48,7 +48,7 @@ def is_clean(node: Several) -> bool:
 
 def test_the_request_computes_and_its_blocks_come_back_with_the_loads_end(node: Several) -> None:
     free = node.free_blocks
-    begin(node)
+    start_overdue_load(node)
     held = free - node.free_blocks
     node.step()
     assert node.plans[-1].overdue == {"d"}
@@ -71,7 +71,7 @@ def test_the_request_computes_and_its_blocks_come_back_with_the_loads_end(node: 
 
 def test_an_aborted_request_s_blocks_wait_too(node: Several) -> None:
     free = node.free_blocks
-    begin(node)
+    start_overdue_load(node)
     held = free - node.free_blocks
     node.abort("d")
     node.step()
@@ -86,7 +86,7 @@ def test_an_aborted_request_s_blocks_wait_too(node: Several) -> None:
 
 
 def test_a_load_that_ends_when_it_is_overdue_is_good(node: Several) -> None:
-    begin(node)
+    start_overdue_load(node)
     for overdue_now in ({"d"}, set()):
         node.step()
         assert node.plans[-1].overdue == overdue_now, "reported once"
@@ -99,7 +99,7 @@ def test_a_load_that_ends_when_it_is_overdue_is_good(node: Several) -> None:
 
 def test_every_rank_s_load_is_waited_for(node: Several) -> None:
     free = node.free_blocks
-    begin(node)
+    start_overdue_load(node)
     node.step(given_up(ranks=2))
     node.run_out("d")
     node.step(drained())
@@ -109,7 +109,7 @@ def test_every_rank_s_load_is_waited_for(node: Several) -> None:
 
 
 def test_nothing_is_remembered_of_an_aborted_request_whose_load_fails(node: Several) -> None:
-    begin(node)
+    start_overdue_load(node)
     node.abort("d")
     node.step(loaded("d", failed=["d"]))
     node.step()

@@ -11,7 +11,7 @@ class Scheduler:
         self.counters = SelectionCounters()
         self.loads = PendingLoads(["pull", "disk"], self.counters)
 
-    def begin(self, request_id: str, *, asynchronous: bool = True, tokens: int = 48) -> int | None:
+    def admit(self, request_id: str, *, asynchronous: bool = True, tokens: int = 48) -> int | None:
         self.loads.record_choice(request_id, [MINE, OTHERS], MINE, asynchronous=asynchronous)
         return self.loads.admitted(request_id, BLOCKS, tokens)
 
@@ -25,7 +25,7 @@ def test_an_admission_is_counted_once_however_often_it_was_tried() -> None:
     for _ in range(5):
         scheduler.loads.record_choice("r", [MINE, OTHERS], MINE, asynchronous=True)
     assert scheduler.counts() == {}
-    assert scheduler.begin("r") == 0
+    assert scheduler.admit("r") == 0
     assert scheduler.counts() == {
         ("queries", "pull"): 1,
         ("wins", "pull"): 1,
@@ -38,7 +38,7 @@ def test_an_admission_is_counted_once_however_often_it_was_tried() -> None:
 def test_what_is_loaded_counts_and_not_what_was_offered() -> None:
     """The scheduler may find more locally in between: then no child has won, and nothing needs subtracting."""
     scheduler = Scheduler()
-    assert scheduler.begin("r", tokens=0) is None
+    assert scheduler.admit("r", tokens=0) is None
     assert scheduler.counts() == {
         ("queries", "pull"): 1,
         ("losses", "pull"): 1,
@@ -62,7 +62,7 @@ def test_queries_are_wins_losses_and_misses() -> None:
 
 def test_a_second_allocation_for_a_loaded_request_is_no_admission() -> None:
     scheduler = Scheduler()
-    scheduler.begin("r")
+    scheduler.admit("r")
     scheduler.counts()
     scheduler.loads.ended(["r"])
     assert scheduler.loads.admitted("r", BLOCKS, 0) is None
@@ -71,7 +71,7 @@ def test_a_second_allocation_for_a_loaded_request_is_no_admission() -> None:
 
 def test_a_load_is_pending_until_it_ended_whatever_became_of_its_request() -> None:
     scheduler = Scheduler()
-    scheduler.begin("r")
+    scheduler.admit("r")
     scheduler.loads.on_request_finished("r")
     assert scheduler.loads.pending() == {"pull": 1, "disk": 0}
     assert scheduler.loads.loading("r") == 0
@@ -82,21 +82,21 @@ def test_a_load_is_pending_until_it_ended_whatever_became_of_its_request() -> No
 
 def test_a_load_within_a_step_is_not_waited_for() -> None:
     scheduler = Scheduler()
-    assert scheduler.begin("r", asynchronous=False) == 0
+    assert scheduler.admit("r", asynchronous=False) == 0
     assert scheduler.loads.pop_new() == {}
     assert scheduler.loads.pending() == {"pull": 0, "disk": 0}
 
 
 def test_workers_get_a_load_once() -> None:
     scheduler = Scheduler()
-    scheduler.begin("r")
+    scheduler.admit("r")
     assert list(scheduler.loads.pop_new()) == ["r"]
     assert scheduler.loads.pop_new() == {}
 
 
 def test_a_child_that_failed_is_barred_for_that_request_alone() -> None:
     scheduler = Scheduler()
-    scheduler.begin("r")
+    scheduler.admit("r")
     assert scheduler.loads.failed_requests(["r", "unknown"], ()) == {"r"}
     scheduler.loads.fail("r")
     scheduler.loads.ended(["r"])
@@ -111,7 +111,7 @@ def test_a_child_that_failed_is_barred_for_that_request_alone() -> None:
 
 def test_nothing_is_remembered_of_an_aborted_request_whose_load_fails() -> None:
     scheduler = Scheduler()
-    scheduler.begin("r")
+    scheduler.admit("r")
     scheduler.loads.on_request_finished("r")
     scheduler.loads.fail("r")
     scheduler.loads.ended(["r"])
@@ -121,7 +121,7 @@ def test_nothing_is_remembered_of_an_aborted_request_whose_load_fails() -> None:
 
 def test_after_a_load_that_was_given_up_nothing_else_is_loaded_for_its_request() -> None:
     scheduler = Scheduler()
-    scheduler.begin("r")
+    scheduler.admit("r")
     scheduler.loads.give_up("r")
     assert scheduler.loads.barred("r") == {0, 1}
     assert scheduler.loads.failed_requests(["r"], {3}) == set(), "its failure was reported"
@@ -135,7 +135,7 @@ def test_after_a_load_that_was_given_up_nothing_else_is_loaded_for_its_request()
 
 def test_a_block_that_was_not_loaded_names_its_request() -> None:
     scheduler = Scheduler()
-    scheduler.begin("r")
+    scheduler.admit("r")
     assert scheduler.loads.failed_requests((), {3}) == {"r"}
     assert scheduler.loads.failed_requests((), {4}) == set()
 
@@ -143,7 +143,7 @@ def test_a_block_that_was_not_loaded_names_its_request() -> None:
 def test_waiting_begins_with_the_first_question_and_again_after_an_admission() -> None:
     scheduler = Scheduler()
     assert [scheduler.loads.waited("r", now) for now in (10.0, 10.3, 11.0)] == [0.0, 10.3 - 10.0, 1.0]
-    scheduler.begin("r")
+    scheduler.admit("r")
     scheduler.loads.ended(["r"])
     assert scheduler.loads.waited("r", 20.0) == 0.0
 
@@ -183,7 +183,7 @@ def test_a_rank_gives_up_what_still_runs_and_reports_its_end_apart() -> None:
 
 def test_failed_blocks_become_failed_requests_of_the_child_that_reported_them() -> None:
     scheduler = Scheduler()
-    scheduler.begin("r")
+    scheduler.admit("r")
     rank_loads = RankLoads()
     rank_loads.start(scheduler.loads.pop_new())
     rank_loads.on_load_errors(1, {2})
