@@ -194,7 +194,7 @@ def test_each_question_is_answered_within_three_steps_from_the_readme(row: list[
 
 HIDDEN = re.compile(r'^ *(?:\w[^"]*)?r?"""(?:Of|What|Whatever|Whoever|Whose|It|That|Such) ', re.MULTILINE)
 """Openings that hide who or what a sentence is about."""
-TESTS = [folder for folder in sorted((ROOT / "tests").iterdir()) if any(folder.glob("*.py")) and folder.name != "e2e"]
+TESTS = [folder for folder in sorted((ROOT / "tests").iterdir()) if any(folder.glob("*.py"))]
 
 
 @pytest.mark.parametrize("folder", ["pdproxy", "connector", "deploy", *map(name_of, TESTS)])

@@ -1,4 +1,4 @@
-"""Asking a model through the official client, in each of its ways."""
+"""Ask a model through OpenAI's client: completions or chat, whole or streamed."""
 
 import enum
 from collections.abc import AsyncIterable
@@ -11,7 +11,7 @@ from deploy.local.node import SERVED_NAME
 
 
 class Way(enum.StrEnum):
-    """How a question is put."""
+    """The API of a question, and whether its answer is streamed."""
 
     COMPLETION = "completion"
     COMPLETION_STREAM = "completion, streamed"
@@ -20,7 +20,7 @@ class Way(enum.StrEnum):
 
 
 async def answer(client: AsyncOpenAI, way: Way, question: Quiz, max_tokens: int = 8) -> str:
-    """The text that comes back, at temperature 0."""
+    """The answer's text, at temperature 0."""
     fixed: dict[str, Any] = {"model": SERVED_NAME, "temperature": 0, "max_tokens": max_tokens}
     match way:
         case Way.COMPLETION:

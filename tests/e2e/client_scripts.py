@@ -1,7 +1,7 @@
-"""The scripts of official clients in `clients/`: their environments, what they are to ask, what they print.
+"""Run the scripts of official clients in `clients/`: their environments, their questions, their output.
 
-Each client runs as its registry has it, in a version that stands in `clients/`, and not in our environment: what it
-needs is not what we need. The environments are made once, in `.run`, as the bench's are.
+Each client has an environment of its own, made once in `.run`, with the versions that `clients/` pins. Our own
+environment stays free of their dependencies.
 """
 
 import json
@@ -29,11 +29,11 @@ PINS = SCRIPTS / "requirements.txt"
 VENV = RUNS / "clients-venv"
 PACKAGES = RUNS / "clients-npm"
 WITHIN_S = 600.0
-"""For all checks of a client."""
+"""Seconds for all checks of one client."""
 EACH = 32
-"""Questions of a kind for one script."""
+"""Questions of each kind for one script."""
 PICK: Json = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
-"""What the forced tool takes. One text alone fits it, so that no rounding can change the answer."""
+"""The parameters of the forced tool. Only one text satisfies the schema, so that rounding cannot change the answer."""
 KINDS: Mapping[str, Callable[[int], Quiz]] = {
     "recital": recital,
     "thinking": thinking,
@@ -42,7 +42,8 @@ KINDS: Mapping[str, Callable[[int], Quiz]] = {
     "forced": recital,
     "long": partial(recite, tokens=1000, lines=190),
 }
-"""`long`: an answer of 950 tokens, so that who leaves at the first one is gone before the last."""
+"""Question kinds. `long` has an answer of 950 tokens: a client that leaves at the first token leaves before the
+last."""
 
 
 class ClientError(Exception):
@@ -50,7 +51,7 @@ class ClientError(Exception):
 
 
 def command(file: str) -> tuple[list[str], Path]:
-    """How a script is run, and in which folder; its environment is made first where it is not there."""
+    """The script's command line and its folder. Its environment is made first if it is missing."""
     if file.endswith(".mjs"):
         return [make_packages(), file], PACKAGES
     plan = Plan(ROOT, VENV)
@@ -59,10 +60,9 @@ def command(file: str) -> tuple[list[str], Path]:
 
 
 def make_packages() -> str:
-    """Install the Node clients, and put the scripts beside them, where Node looks for packages. Returns Node's path.
+    """Install the Node clients beside the scripts, where Node looks for packages. Returns the path of Node.
 
-    Raises ClientError where there is no Node. A skipped test would say that clients work which nobody has tried, and
-    who asks for the long tests can install one package.
+    Raises ClientError where there is no Node. A skip would report clients as working that nobody has run.
     """
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
@@ -84,7 +84,7 @@ def make_packages() -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one check got. `question`: the name of what it asked; empty where that does not matter."""
+    """The result of one check. `question`: the name of the question; empty where it does not matter."""
 
     check: str
     question: str
@@ -92,7 +92,7 @@ class Answer:
 
 
 def questions(first_seed: int) -> dict[str, dict[str, Quiz]]:
-    """By kind and name. Seeds that are 200 apart share no prompt."""
+    """Questions by kind and name. Seeds that are 200 apart share no prompt."""
     return {
         kind: {f"{kind} {number}": make(first_seed + place * EACH + number) for number in range(EACH)}
         for place, (kind, make) in enumerate(KINDS.items())
@@ -100,7 +100,7 @@ def questions(first_seed: int) -> dict[str, dict[str, Quiz]]:
 
 
 def task(url: str, asked: Mapping[str, Mapping[str, Quiz]]) -> Json:
-    """What a script reads from its standard input."""
+    """The script's standard input."""
     free = {"type": "object"}
     return {
         "url": url,
@@ -118,12 +118,12 @@ def task(url: str, asked: Mapping[str, Mapping[str, Quiz]]) -> Json:
 
 
 def next_asked(quiz: Quiz) -> object:
-    """What a tool answers with: the next question about the list."""
+    """The tool's result: the next question about the list."""
     return quiz.ask(0).asked[0]
 
 
 def right(kind: str, quiz: Quiz) -> Json:
-    """What the model says to a question, in the parts that the nodes' parsers make of it."""
+    """The right answer to a question, split as the nodes' parsers split it."""
     then = quiz.ask(0).answer
     if kind == "forced":
         return {"text": "", "reasoning": "", "calls": [{"name": "pick", "arguments": {"n": 7}}], "then": then}
@@ -137,7 +137,7 @@ def right(kind: str, quiz: Quiz) -> Json:
 
 
 def run(script: str, url: str, asked: Mapping[str, Mapping[str, Quiz]]) -> list[Answer]:
-    """What a client got from a server. Raises ClientError or BootstrapError."""
+    """Run a script against a server and read its checks. Raises ClientError or BootstrapError."""
     line, folder = command(script)
     local = {"NO_PROXY": HOST, "no_proxy": HOST, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     done = subprocess.run(
@@ -157,7 +157,7 @@ def run(script: str, url: str, asked: Mapping[str, Mapping[str, Quiz]]) -> list[
 
 
 def wrong(answers: Sequence[Answer], asked: Mapping[str, Mapping[str, Quiz]]) -> list[str]:
-    """Where answers are not what the model says; one line each."""
+    """Wrong answers, one line each."""
     found = []
     for answer in answers:
         if not answer.question:
@@ -173,7 +173,7 @@ def wrong(answers: Sequence[Answer], asked: Mapping[str, Mapping[str, Quiz]]) ->
 
 
 def differences(alone: Sequence[Answer], through: Sequence[Answer]) -> list[str]:
-    """Where the proxy's answers differ from one engine's; one line each."""
+    """Answers through the proxy that differ from one engine's, one line each."""
     checks = {answer.check: answer.got for answer in alone}
     found = [
         f"{each.check}: {each.got} instead of {checks.get(each.check)}"

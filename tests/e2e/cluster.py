@@ -1,13 +1,13 @@
-"""A small Kubernetes on this machine: what the chart renders is run, in the order of events that Kubernetes keeps.
+"""Run a rendered chart on this machine, with the order of events that Kubernetes guarantees.
 
-Controllers (Deployment, StatefulSet), endpoint slices and the kubelet, as far as an upgrade needs them:
+Controllers (Deployment, StatefulSet), endpoint slices and the kubelet are modelled as far as an upgrade needs them:
 
-- a Deployment makes new pods up to `maxSurge` above its replicas, and deletes an old one only when more than its
+- a Deployment makes new pods up to `maxSurge` above its replicas, and deletes an old pod only when more pods than
   replicas are ready; a StatefulSet deletes its last old pod, and makes it anew once it is gone;
-- a pod's endpoint is ready when its readiness probe passes; when the pod is deleted it is terminating and serves,
-  until the probe fails;
-- a deleted pod first runs its `preStop` as the chart has it, then its first process gets SIGTERM, and SIGKILL when the
-  grace period, which began with the deletion, is over;
+- a pod's endpoint is ready while its readiness probe passes; a deleted pod's endpoint is terminating and serves until
+  the probe fails;
+- a deleted pod first runs its `preStop` hook; then its first process gets SIGTERM, and SIGKILL at the end of the grace
+  period, which begins with the deletion;
 - a changed secret reaches running pods as changed files.
 
 Containers are processes here (`containers`).
@@ -40,15 +40,15 @@ from tests.nodes.discovery.apiserver import ApiServer
 
 ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 PROBE_S = 0.25
-"""Between two probes; a kubelet takes five seconds."""
+"""Seconds between two readiness probes; a kubelet takes five."""
 REFUSED = "the service has no endpoints"
 PATIENCE_S = 600.0
-"""For a whole change; two cores that others use take a minute to start a pair."""
+"""Seconds for a whole change. Starting a pair of nodes takes a minute on two busy cores."""
 
 
 @dataclass
 class Workload:
-    """A Deployment or StatefulSet as it should be."""
+    """The desired state of a Deployment or StatefulSet."""
 
     name: str
     kind: str
@@ -60,7 +60,8 @@ class Workload:
 
     @classmethod
     def of(cls, manifest: Manifest, services: Iterable[Manifest]) -> "Workload":
-        """With the labels that its endpoint slices get from the service which selects its pods."""
+        """The workload of a manifest, with the labels that endpoint slices get from the service which selects its
+        pods."""
         spec, pod = manifest["spec"], manifest["spec"]["template"]["metadata"]["labels"]
         chosen = [each for each in services if each["spec"]["selector"].items() <= pod.items()]
         labels = {**chosen[0]["metadata"]["labels"], "kubernetes.io/service-name": chosen[0]["metadata"]["name"]}
@@ -72,7 +73,7 @@ class Workload:
 
 @dataclass(eq=False)
 class Pod:
-    """A running pod. `listed`: endpoint slices may have it. `killed`: its grace period was over before it had ended."""
+    """A running pod. `listed`: endpoint slices may list it. `killed`: it outlived its grace period."""
 
     name: str
     workload: Workload
@@ -88,22 +89,22 @@ class Pod:
 
     @property
     def spec(self) -> Manifest:
-        """Of its template."""
+        """The pod's specification, from its workload's template."""
         found: Manifest = self.template["spec"]
         return found
 
     @property
     def alive(self) -> bool:
-        """Whether its processes run."""
+        """Whether the pod's processes run."""
         return self.part.process.poll() is None
 
 
 class Cluster:
-    """To be entered; everything that it started is gone when it is left.
+    """A context manager; leaving it ends every process that it started.
 
     Args:
-        mounts: a folder for what pods mount: keys and settings, and the model under its path.
-        room: pods with an engine that the machines have GPUs for; more wait.
+        mounts: a folder for the files that pods mount: keys, settings, the model.
+        room: how many pods with an engine the GPUs hold; more wait.
     """
 
     def __init__(self, supervisor: Supervisor, api: ApiServer, mounts: Path, room: int = 4) -> None:
@@ -133,29 +134,31 @@ class Cluster:
     # -- what clients and operators see
 
     def endpoints(self, component: str) -> list[Pod]:
-        """The pods of a component that a service leads to."""
+        """The pods of a component that its service routes to."""
         return [pod for pod in self.pods if pod.workload.component == component and pod.ready and not pod.terminating]
 
     def url(self) -> str:
-        """The clients' port of a proxy, in turn. Raises ConnectError where none is ready, as a service refuses."""
+        """The clients' port of a ready proxy, round robin. Raises ConnectError where none is ready, as a service
+        refuses."""
         proxies = self.endpoints("proxy")
         if not proxies:
             raise httpx.ConnectError(REFUSED)
         return f"http://{HOST}:{proxies[next(self._numbers) % len(proxies)].ports['http']}"
 
     def operators(self) -> str:
-        """The operators' port of a proxy; where none is ready, one where nobody listens."""
+        """The operators' port of a ready proxy; a closed port where none is ready."""
         proxies = self.endpoints("proxy")
         return f"http://{HOST}:{proxies[0].ports['admin'] if proxies else 1}"
 
     def secret(self, path: str) -> str:
-        """What pods have mounted below `containers.MOUNTS`."""
+        """The contents of a file that pods mount below `containers.MOUNTS`."""
         return (self._mounts / path).read_text()
 
     # -- controllers
 
     async def apply(self, *releases: Manifests) -> None:
-        """Make it as these say; returns when it is, and what went is gone. Raises TimeoutError after PATIENCE_S."""
+        """Apply the releases. Returns once they are in place and the old pods are gone. Raises TimeoutError after
+        PATIENCE_S."""
         for release in releases:
             self._mount(release)
         self._services = [each for release in releases for each in release.of("Service")]
@@ -228,7 +231,7 @@ class Cluster:
     # -- the kubelet
 
     def note(self, text: str) -> None:
-        """For the log of what happened when."""
+        """Add a line to the log of events."""
         self.log.append(f"{time.monotonic() - self._began:7.1f} s  {text}")
 
     async def _start(self, workload: Workload, name: str) -> None:
@@ -247,7 +250,7 @@ class Cluster:
         pod.probing = asyncio.get_running_loop().create_task(self._probe(pod))
 
     def _mount(self, release: Manifests) -> None:
-        """Write what secrets and settings hold where pods read it, as the kubelet does: whole files, renamed."""
+        """Write secrets and settings where pods read them, as the kubelet does: whole files, renamed."""
         for secret in release.of("Secret"):
             for key, value in secret["data"].items():
                 folder = {"node.key": "access", "admin.token": "access", "api.keys": "keys", "ticket.keys": "tickets"}
@@ -259,7 +262,7 @@ class Cluster:
             self._settings[each["metadata"]["name"]] = each["data"]["pdproxy.yaml"]
 
     async def _probe(self, pod: Pod) -> None:
-        """The readiness probe, and the pod's endpoint by it, until the pod is gone."""
+        """Run the readiness probe and set the pod's endpoint by it, until the pod is gone."""
         probe = only_container(pod.template)["readinessProbe"]["httpGet"]
         url = f"http://{HOST}:{pod.ports[probe['port']]}{probe['path']}"
         async with httpx.AsyncClient(trust_env=False, timeout=5) as client:

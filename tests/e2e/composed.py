@@ -1,6 +1,6 @@
-"""The services of compose.yaml's `cpu` profile as processes: their own commands, environments and health checks.
+"""Run the services of compose.yaml's `cpu` profile as processes, by their own commands, environments and health checks.
 
-Exchanged is only what containers would give: addresses, ports of one's own, and the places of files in the images.
+Only addresses, ports and the paths of files in the images are replaced: containers would provide those.
 """
 
 import functools
@@ -34,7 +34,7 @@ BASE = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
 """The environment of the base images."""
 LOOK_EVERY_S = 1.0
 LONG = 400
-"""More tokens than any answer asked for."""
+"""A limit above the length of any answer asked for."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,8 @@ class Running:
 
 @dataclass(frozen=True)
 class Composed:
-    """Everything that is up; URLs by the name of the service, operators' for the proxy's second one.
-
-    `order`: the names, first healthy first.
-    """
+    """The running services: URLs by service name, the operators' URL of the proxy, and the order of becoming
+    healthy."""
 
     running: Mapping[str, Running]
     order: tuple[str, ...]
@@ -59,7 +57,7 @@ class Composed:
 
 
 def start(supervisor: Supervisor, folder: Path, nodes: Path = VENV, proxy: Path = VENV) -> Composed:
-    """Start all, as `docker compose up` does; `nodes` and `proxy` are the images' environments.
+    """Start all services as `docker compose up` does. `nodes`, `proxy`: the environments of the images.
 
     Raises PartEndedError, AssertionError.
     """
@@ -74,7 +72,7 @@ def start(supervisor: Supervisor, folder: Path, nodes: Path = VENV, proxy: Path 
     order = tuple(_await_health(supervisor, [each.container for each in running.values()]))
     urls = {name: f"http://{HOST}:{ports[name]}" for name in (*NODES, PROXY)}
     composed = Composed(running, order, urls, f"http://{HOST}:{ports['operators']}")
-    # A healthy proxy is one that lives: its nodes join a moment after they are healthy.
+    # The proxy is healthy while it lives: its nodes join a moment after they are healthy.
     joined = functools.partial(all_joined, token=token)
     url, alive = f"{composed.admin_url}/nodes", supervisor.require_all_alive
     await_ready({"proxy": url}, within=PROXY_UP_WITHIN_S, still_alive=alive, say=print, probe=joined)
@@ -82,7 +80,7 @@ def start(supervisor: Supervisor, folder: Path, nodes: Path = VENV, proxy: Path 
 
 
 def _in_turn(supervisor: Supervisor, containers: list[Container], folder: Path) -> Iterator[tuple[Container, Part]]:
-    """Start each after those that it is to follow, and once those are healthy whose health it waits for."""
+    """Start each service after those that it depends on, and once the ones it waits for are healthy."""
     waiting = list(containers)
     started: dict[str, Container] = {}
     while waiting:
@@ -95,7 +93,7 @@ def _in_turn(supervisor: Supervisor, containers: list[Container], folder: Path) 
 
 
 def healthy(one: Container) -> bool:
-    """What the health check says now."""
+    """The result of the health check, now."""
     try:
         done = subprocess.run(one.health.command, env=one.environment, timeout=one.health.timeout, check=False)
     except subprocess.TimeoutExpired:
@@ -105,7 +103,7 @@ def healthy(one: Container) -> bool:
 
 @contextmanager
 def chat(composed: Composed, question: Quiz) -> Iterator[Iterator[str]]:
-    """Put a question to the proxy: the pieces of the answer, as they come by both nodes."""
+    """Ask the proxy: the pieces of an answer that both nodes worked on, as they come."""
     asked = body(question.messages(), LONG)
     with (
         httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client,
@@ -117,7 +115,7 @@ def chat(composed: Composed, question: Quiz) -> Iterator[Iterator[str]]:
 
 
 def _node(name: str, services: Mapping[str, Service], port: int, places: Mapping[str, str]) -> Container:
-    """A node: a container has an address and a network of its own, so that both take the same ports and all of them."""
+    """A node. Its container's address and ports are replaced, for here all nodes share one network."""
     one = container(name, services[name], BASE)
     address = services[name]["networks"]["cpu"]["ipv4_address"]
     [side_channel] = free_ports(1)
@@ -133,7 +131,7 @@ def _node(name: str, services: Mapping[str, Service], port: int, places: Mapping
 
 
 def _proxy(services: Mapping[str, Service], ports: Mapping[str, int], places: Mapping[str, str]) -> Container:
-    """The proxy: the host's ports stand for those that it publishes."""
+    """The proxy. Ports of this machine replace the published ones."""
     one = container(PROXY, services[PROXY], BASE)
     clients, operators = one.published.values()
     texts = {f"{name}:8000": f"{HOST}:{ports[name]}" for name in NODES}
@@ -143,7 +141,7 @@ def _proxy(services: Mapping[str, Service], ports: Mapping[str, int], places: Ma
 
 
 def _make_token(services: Mapping[str, Service], folder: Path) -> str:
-    """Run the container that makes the operators' token, to its end; the token."""
+    """Run the container that makes the operators' token; returns the token."""
     _, *words = container("admin-token", services["admin-token"], BASE).command
     made = folder / "admin.token"
     subprocess.run([sys.executable, *(word.replace(TOKEN_FILE, str(made)) for word in words)], check=True)
@@ -151,7 +149,8 @@ def _make_token(services: Mapping[str, Service], folder: Path) -> str:
 
 
 def _await_health(supervisor: Supervisor, containers: list[Container]) -> Iterator[str]:
-    """Names, as they become healthy. Checks may fail in their start period, and then as often as their retries say."""
+    """Yield names as they become healthy. Failed checks are allowed in the start period, then as often as `retries`
+    says."""
     began = time.monotonic()
     waiting = list(containers)
     while waiting:

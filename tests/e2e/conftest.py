@@ -1,7 +1,7 @@
-"""Real engines, shared by all end-to-end tests of a run: a prefill and a decode node, the proxy, a single engine.
+"""Real engines, shared by all end-to-end tests of a run: a prefill node, a decode node, the proxy, a single engine.
 
-`reference` is one plain engine with no connector, which answers what a single engine would. What the selected tests
-need is started at once, on first use: engines that are up slow the start of others down.
+`reference` is one plain engine without a connector: the expected answers. All nodes that the selected tests need start
+together, on first use: a running engine slows the start of others down.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -39,21 +39,21 @@ def specs_for(fixtures: set[str]) -> list[NodeSpec]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_import() -> Iterator[None]:
-    """vLLM is imported once for most nodes of a run."""
+    """Import vLLM once for most nodes of a run."""
     with forked_nodes():
         yield
 
 
 @pytest.fixture(scope="session")
 def engine_room() -> Iterator[Supervisor]:
-    """Holds every process that tests share; logs lie in `.run/e2e`."""
+    """Holds every process that tests share. Logs: `.run/e2e`."""
     with Supervisor(logs_of("e2e")) as supervisor:
         yield supervisor
 
 
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest, engine_room: Supervisor) -> dict[str, Node]:
-    """All nodes that this run's tests ask for, by name; started together."""
+    """All nodes that this run's tests need, by name; started together."""
     assert (MODEL / "config.json").exists(), f"there is no model in {MODEL}"
     asked = {name for item in request.session.items if isinstance(item, pytest.Function) for name in item.fixturenames}
     return {node.spec.name: node for node in start_nodes(engine_room, specs_for(asked), print)}
@@ -80,22 +80,22 @@ def reference(engines: dict[str, Node]) -> Node:
 
 @pytest.fixture(scope="session")
 def proxy(engine_room: Supervisor, pair: Pair) -> Proxy:
-    """The proxy in front of the pair. It has every prompt handed over, also where the decode node could go on by itself
-    (`test_cache_routing` is about that)."""
+    """The proxy in front of the pair. It hands every prompt over, also those that the decode node could resume by
+    itself (`test_cache_routing` covers these)."""
     spec = ProxySpec(more_environment={"PDPROXY_POLICY_ITL_BUDGET": "0"})
     return start_proxy(engine_room, spec, [pair.prefill, pair.decode], print)
 
 
 @pytest.fixture(autouse=True)
 def all_still_alive(engine_room: Supervisor) -> Iterator[None]:
-    """No test may bring a shared part down; the one that does fails, with the part's last words."""
+    """Check after each test that no shared process has ended. The failing test shows the last lines of its log."""
     yield
     engine_room.require_all_alive()
 
 
 @pytest.fixture(autouse=True)
 def no_prompt_gets_anothers_ticket(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever goes through our own proxy: no ticket's digest is another prompt's."""
+    """Check after each test, for requests through our own proxy, that no ticket had another prompt's digest."""
     if "proxy" not in request.fixturenames:
         yield
         return

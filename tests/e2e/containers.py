@@ -1,6 +1,7 @@
 """A pod's container as a process of this machine: the rendered arguments and variables, with other paths and ports.
 
-An image other than `FIRST_RELEASE` is the same code, whose connector calls itself by the image's tag (`next_release`).
+Images other than `FIRST_RELEASE` are the same code; their connector reports the image's tag as its version
+(`next_release`).
 """
 
 import json
@@ -17,11 +18,11 @@ from tests.helm.engine import Manifest, only_container
 
 FIRST_RELEASE = __version__
 MODEL_PATH = "/models/tiny-hybrid"
-"""In the image."""
+"""The model's path in the image."""
 MOUNTS = "/etc/pdproxy"
-"""Where pods mount secrets and settings."""
+"""The folder in which pods mount secrets and settings."""
 OWN = frozenset({"HF_HOME", "NODE_PORT", "UCX_NET_DEVICES"})
-"""Variables that are this machine's own business."""
+"""Variables that this machine sets by itself."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Containers:
         self._mounts = mounts
 
     def proxy(self, template: Manifest, settings: str, api: str, ports: Mapping[str, int]) -> Started:
-        """A proxy with these settings, which watches the API server at ``api``."""
+        """A proxy with these settings. ``api``: the API server that it watches."""
         container = only_container(template)
         file = self._mounts / f"pdproxy-{ports['http']}.yaml"
         file.write_text(settings.replace(MOUNTS, str(self._mounts)))
@@ -49,7 +50,7 @@ class Containers:
         return Started(command, {**inherited(), **variables, "PDPROXY_DISCOVERY_API": api, "PYTHONUNBUFFERED": "1"})
 
     def node(self, template: Manifest, role: Role, model: Path, ports: Mapping[str, int]) -> Started:
-        """An engine that serves the model in this folder."""
+        """An engine. ``model``: the model's folder."""
         container = only_container(template)
         release = container["image"].rpartition(":")[2]
         arguments = [self._argument(word, ports, release, model) for word in container["args"]]

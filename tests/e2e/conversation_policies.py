@@ -1,4 +1,4 @@
-"""The policies `least-loaded` and `cache` before the same nodes, in turns, and what conversations cost with each."""
+"""Compare the policies `least-loaded` and `cache` on the same nodes: what conversations cost with each."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ Asked = dict[Routing, list[Turn]]
 
 @contextmanager
 def proxies_of(run: str, nodes: Sequence[Node]) -> Iterator[dict[Routing, Proxy]]:
-    """A proxy for each policy before the same nodes; their logs lie in `.run/RUN-POLICY`."""
+    """A proxy for each policy, before the same nodes. Logs: `.run/RUN-POLICY`."""
     with ExitStack() as stack:
         started = {}
         for routing in COMPARED:
@@ -32,7 +32,8 @@ def proxies_of(run: str, nodes: Sequence[Node]) -> Iterator[dict[Routing, Proxy]
 
 @dataclass(frozen=True)
 class Load:
-    """In each of some rounds ``at_once`` conversations through each proxy, with prompts of about so many tokens."""
+    """How many rounds, and in each how many conversations at once through each proxy, with prompts of how many
+    tokens."""
 
     tokens: int
     at_once: int
@@ -44,7 +45,7 @@ class Load:
 
 
 async def compare(proxies: Mapping[Routing, Proxy], seed: int, load: Load) -> Asked:
-    """Conversations that were never held before, in turns through each proxy. Raises httpx.HTTPError."""
+    """Hold new conversations through each proxy in turn. Raises httpx.HTTPError."""
     seeds = itertools.count(seed)
     asked: Asked = {routing: [] for routing in proxies}
     for each in range(load.rounds):
@@ -56,13 +57,13 @@ async def compare(proxies: Mapping[Routing, Proxy], seed: int, load: Load) -> As
 
 
 def ratios(asked: Asked) -> tuple[float, float]:
-    """Remote turns and mean time to first token of `cache`, of those of `least-loaded`."""
+    """The share of remote turns and the mean time to first token: `cache` divided by `least-loaded`."""
     by_load, by_cache = asked[Routing.LEAST_LOADED], asked[Routing.CACHE]
     return remote_share(by_cache) / remote_share(by_load), mean_first_token(by_cache) / mean_first_token(by_load)
 
 
 def tell(what: str, asked: Asked) -> None:
-    """Print the figures of both, and the mean time of each turn in ms."""
+    """Print the figures of both policies, and the mean time of each turn in ms."""
     for routing, turns in asked.items():
         by_turn = [mean_first_token([turn for turn in turns if turn.number == number]) for number in TURNS]
         each = " ".join(f"{1000 * seconds:4.0f}" for seconds in by_turn)

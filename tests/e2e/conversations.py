@@ -1,7 +1,6 @@
-"""Conversations of several turns through a proxy, and what each turn cost.
+"""Conversations of several turns through a proxy, and the cost of each turn.
 
-Each conversation goes on when its last answer is whole, as a client's does; its text is its own, so that it shares no
-prefix with another one.
+A turn is sent when the last answer is whole, as a client does. Conversations share no prefix with each other.
 """
 
 import asyncio
@@ -31,10 +30,10 @@ class Turn:
     Attributes:
         number: 1 is the first.
         name: its `x-request-id`.
-        route: `x-pdproxy-route`.
+        route: its `x-pdproxy-route`.
         first_token: seconds until the client got it.
-        question, way: what was asked, and how.
-        text: what was answered.
+        question, way: the question, and the API that it went to.
+        text: the answer.
     """
 
     number: int
@@ -52,9 +51,9 @@ class Turn:
 
 
 async def hold_all(proxy: Proxy, talks: Mapping[str, Quiz], turns: Sequence[int], at_once: int, way: Way) -> list[Turn]:
-    """The given turns of all conversations, by their names; ``at_once`` of these at a time. Raises httpx.HTTPError.
+    """Hold these turns of all conversations, ``at_once`` of them at a time. Raises httpx.HTTPError.
 
-    ``way``: one that streams.
+    ``way``: an API that streams.
     """
     places = asyncio.Semaphore(at_once)
 
@@ -92,15 +91,15 @@ def _request(question: Quiz, way: Way) -> tuple[str, dict[str, object]]:
 
 
 def _content(answer: Mapping[str, Any]) -> str:
-    """The text of an answer, or what an event of a stream adds to it."""
+    """The text of an answer, or of one event of a stream."""
     said = (choice.get("delta") or choice.get("message") or choice for choice in answer["choices"])
     return "".join(each.get("content") or each.get("text") or "" for each in said)
 
 
 def wrong(turns: Iterable[Turn], engine: Node) -> list[str]:
-    """The answers that are not those of one engine that computes the whole prompt. Raises httpx.HTTPError.
+    """Answers that differ from one engine's, which computes the whole prompt. Raises httpx.HTTPError.
 
-    The model errs in about one question of a thousand: only where an answer is not the question's is the engine asked.
+    The model is wrong in about one question of a thousand, so that the engine is asked where an answer is wrong.
     """
     found = []
     for turn in turns:
@@ -116,10 +115,10 @@ def wrong(turns: Iterable[Turn], engine: Node) -> list[str]:
 
 
 def remote_share(turns: Sequence[Turn]) -> float:
-    """Of all turns, those that a prefill node computed."""
+    """The share of turns that a prefill node computed."""
     return statistics.fmean(turn.remote for turn in turns)
 
 
 def mean_first_token(turns: Sequence[Turn]) -> float:
-    """Seconds."""
+    """The mean, in seconds."""
     return statistics.fmean(turn.first_token for turn in turns)

@@ -1,13 +1,12 @@
-"""Kimi-Linear on vLLM's CPU build, with prefix caching: a vLLM general plugin.
+"""A general plugin of vLLM: Kimi-Linear on vLLM's CPU build, with prefix caching.
 
-Projections, convolution, experts, caches and their layouts are vLLM's own. Plain torch stands in for what that build
-lacks:
+Projections, convolution, experts, caches and their layouts are vLLM's own. Plain torch replaces what the build lacks:
 
-    KDA   the three Triton functions that change or read the recurrent state: the chunked scan of a prompt, one step of
-          decoding, and the one that gathers the states from which prompts go on
-    MLA   Kimi's own attention over the cache of latents, which consists of CUDA kernels. The CPU platform gives other
-          models with MLA a reference without prefix caching and without prompts in parts, or, on a CPU with AMX, a
-          backend that has both. Here it plans for the second on any CPU; of that backend only the metadata is used
+    KDA   the three Triton functions that change or read the recurrent state: the chunked scan of a prompt, one step
+          of decoding, and gathering the states that prompts go on from
+    MLA   Kimi's own attention over the cache of latents, which consists of CUDA kernels. For other models with MLA
+          the CPU platform has a reference without prefix caching and chunked prompts, or, on a CPU with AMX, a
+          backend with both. Here the platform plans for that backend on any CPU; only its metadata is used
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.nn.functional import softplus
 
 MODEL, MODULE = "KimiLinearForCausalLM", "tests.e2e.cpu_kimi_model"
 EPSILON = 1e-6
-"""Under the root of the length by which keys and queries are divided."""
+"""Added under the root of the length by which keys and queries are divided."""
 
 
 def scan(
@@ -38,7 +37,7 @@ def scan(
     cu_seqlens: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts, one after another: (1, tokens, heads, dim) each. Returns the outputs and the last states."""
+    """Scan prompts, one after another: (1, tokens, heads, dim) each. Returns the outputs and the last states."""
     out, states = torch.empty_like(v), initial_state.float().clone()
     decay, beta = _gates(raw_g[0], raw_beta[0], A_log, g_bias)
     for row, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
@@ -72,7 +71,7 @@ def decode(
 def _gates(
     raw_g: torch.Tensor, raw_beta: torch.Tensor, a_log: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factor by which each channel of a state decays, and how much of a value enters it: one row a token."""
+    """The decay of each channel of a state, and how much of a value enters it: one row a token."""
     softened = softplus(raw_g.float() + bias.view(raw_g.shape[1:]))
     return torch.exp(-a_log.exp()[:, None] * softened), raw_beta.float().sigmoid()
 
@@ -93,7 +92,7 @@ def _unit(vector: torch.Tensor) -> torch.Tensor:
 
 
 def initial_states(state: torch.Tensor, indices: torch.Tensor, has_initial_state: torch.Tensor) -> torch.Tensor:
-    """The states that prompts go on from; zeros for one that begins."""
+    """The states that prompts go on from; zeros for a prompt from its start."""
     rows = state[indices.long()]
     return rows * has_initial_state.view(-1, *(1 for _ in state.shape[1:])).to(rows.dtype)
 
@@ -124,7 +123,7 @@ def attention(
 
 
 def _requests(metadata: Any) -> Iterator[tuple[torch.Tensor, int]]:
-    """The blocks of each request of a step, and its tokens up to the step's last: those that decode come first."""
+    """The blocks of each request of a step, and its tokens up to the end of the step; decoding requests come first."""
     if metadata.decode is not None:
         yield from zip(metadata.decode.block_table, metadata.decode.seq_lens.tolist(), strict=True)
     if metadata.prefill is not None:
@@ -145,7 +144,7 @@ def _attended(layer: Any, q: torch.Tensor, latents: torch.Tensor) -> torch.Tenso
 
 @contextmanager
 def amx() -> Iterator[None]:
-    """Let the platform believe that this CPU has AMX."""
+    """Make the platform report AMX."""
     stock = torch.cpu._is_amx_tile_supported
     torch.cpu._is_amx_tile_supported = lambda: True
     try:
@@ -155,7 +154,7 @@ def amx() -> Iterator[None]:
 
 
 def as_with_amx(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of the platform, as it answers on a CPU with AMX."""
+    """Wrap a function of the platform: it answers as on a CPU with AMX."""
 
     def answer(cls: type, *arguments: Any, **more: Any) -> Any:
         with amx():
@@ -167,8 +166,8 @@ def as_with_amx(stock: Callable[..., Any]) -> Callable[..., Any]:
 def register() -> None:
     """The entry point of `vllm.general_plugins`. A second call in a process changes nothing.
 
-    The model is imported only when it is loaded: it imports numba, and vLLM's CPU worker, which loads the plugins
-    first, ends where it finds numba in memory (`triton_utils/dispatcher.py` calls `vars` on all that modules hold).
+    The model is imported when it is loaded, not here. Its import loads numba, and vLLM's CPU worker, which loads
+    plugins first, fails where numba is loaded (`triton_utils/dispatcher.py` calls `vars` on all that modules hold).
     """
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.platforms.cpu import CpuPlatform

@@ -1,4 +1,4 @@
-"""vLLM's Kimi-Linear, with what `cpu_kimi` has in the place of its kernels for GPUs."""
+"""vLLM's Kimi-Linear, with `cpu_kimi` in place of its kernels for GPUs."""
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn
@@ -20,4 +20,4 @@ class KimiLinearForCausalLM(model.KimiLinearForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         for layer in self.modules():
             if isinstance(layer, MultiHeadLatentAttention):
-                layer.kv_b_proj._cpu_skip_gemm_dispatch = True  # the CPU's products empty weights that they pack
+                layer.kv_b_proj._cpu_skip_gemm_dispatch = True  # the CPU's matrix products empty weights that they pack

@@ -1,14 +1,14 @@
-"""What vLLM's CPU build lacks to run mamba layers with prefix caching, in plain torch: a vLLM general plugin.
+"""A general plugin of vLLM: what its CPU build lacks for mamba layers with prefix caching, in plain torch.
 
-The CPU build has kernels of its own for the convolution, Mamba-2's scan and one step of its decoding. It lacks
+The CPU build has its own kernels for the convolution, Mamba-2's scan and one step of its decoding. It lacks:
 
-    Mamba-2   the states in between chunks (`return_intermediate_states` is ignored), and the Triton kernel that keeps
+    Mamba-2   the states between chunks (`return_intermediate_states` is ignored), and the Triton kernel that keeps
               one of them, `store_prefill_checkpoint`
-    Mamba-1   `selective_scan_fn`; its step of decoding runs and is wrong, for the kernel takes one A, dt, bias and D
-              for a whole head; and its projections multiply transposed matrices, which `onednn_mm` refuses
+    Mamba-1   `selective_scan_fn`. Its decoding step runs and is wrong: the kernel takes one A, dt, bias and D for a
+              whole head. Its projections multiply transposed matrices, which `onednn_mm` refuses
 
-And without torchvision, which text needs nowhere, vLLM cannot import Qwen3.5's multimodal class, and asks for its
-processors of images and videos when it starts with `--language-model-only`, too.
+Without torchvision, which text does not need, vLLM cannot import Qwen3.5's multimodal class, and asks for its image and
+video processors at the start, also with `--language-model-only`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCAN, STORE = "mamba_chunk_scan_combined_varlen", "store_prefill_checkpoint"
 
 
 def with_states_in_between(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The scan; where the states in between are asked for it is run once for each chunk."""
+    """Wrap the scan: where the states between chunks are asked for, it runs once for each chunk."""
 
     def scan(
         x: torch.Tensor,
@@ -79,7 +79,7 @@ def store_prefill_checkpoint(
     *,
     state_len: int,
 ) -> None:
-    """As the Triton kernel of that name."""
+    """Replaces the Triton kernel of that name."""
     rows = checkpoint.checkpoint_offsets.tolist(), checkpoint.state_indices.tolist(), chunk_idx.tolist()
     for row, (offset, block, chunk) in enumerate(zip(*rows, strict=False)):
         if offset > 0:
@@ -149,15 +149,15 @@ def _steps(raw: torch.Tensor, positive: bool) -> torch.Tensor:
 
 
 def contiguous(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The product of a matrix that lies in memory as its shape says."""
+    """Wrap a matrix product: its operand is copied into the order of its shape first."""
     return lambda handler, x, bias: stock(handler, x.contiguous(), bias)
 
 
 def without_torchvision() -> None:
-    """Let modules be imported that import torchvision's names for images, and use none of them for text."""
+    """Let modules import torchvision's names for images, which they do not use for text."""
     from transformers.utils import is_torchvision_available
 
-    if is_torchvision_available():  # the answer is kept: transformers will not take the empty modules for torchvision
+    if is_torchvision_available():  # cached, so that transformers does not take the empty modules for torchvision
         return
     for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
         module = sys.modules[name] = ModuleType(name)
@@ -167,8 +167,8 @@ def without_torchvision() -> None:
 
 
 def without_media() -> None:
-    """Have a node that takes text alone not ask how many tokens an image may have; a decode node does so in any case,
-    for vLLM has every KV consumer take embeddings of images."""
+    """Stop a node that takes only text from asking how many tokens an image may have. vLLM's decode nodes would ask in
+    any case: it has every KV consumer take embeddings of images."""
     from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
 
     Qwen2VLProcessingInfo.get_mm_max_tokens_per_item = lambda *_, **__: {}

@@ -1,7 +1,7 @@
-"""A tiny model of attention layers alone, and what transformers makes it say.
+"""A tiny model of attention layers alone, and transformers' answers from it.
 
-Its weights are drawn at random, once and for all by their seed. Queries are sharp (`SHARPNESS`), so that a few places
-far back in the prompt decide each token: with another prompt's keys and values it says something else.
+Its weights are random, by a fixed seed. Sharp queries (`SHARPNESS`) make each token depend on a few places far back in
+the prompt: with another prompt's keys and values the answer differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 @dataclass(frozen=True)
 class Said:
-    """Token ids, and by how much (in logits) each was likelier than the next best, at the least."""
+    """Token ids, and the smallest lead in logits of any of them over the next best token."""
 
     ids: list[int]
     margin: float
@@ -30,13 +30,13 @@ class Said:
 
 @dataclass(frozen=True)
 class Dense:
-    """The model, in memory and in the folder that a node loads it from."""
+    """The model, in memory and in the folder that nodes load."""
 
     folder: Path
     network: Any
 
     def says(self, prompt: Sequence[int], most: int) -> Said:
-        """The likeliest tokens after the prompt, up to the end mark."""
+        """The most likely tokens after the prompt, up to the end mark."""
         import torch
 
         got = self.network.generate(
@@ -47,7 +47,7 @@ class Dense:
 
 
 def tokens(seed: int, count: int) -> list[int]:
-    """So many tokens of the vocabulary, none of them special."""
+    """Random tokens of the vocabulary, none of them special."""
     source = random.Random(seed)
     return [source.randrange(SPECIAL, VOCABULARY) for _ in range(count)]
 

@@ -1,4 +1,4 @@
-"""Equal nodes, each prefills and decodes, with small caches: their start, conversations, and what they still hold."""
+"""Nodes of both roles with small caches: start them, hold conversations, check that they hold nothing in the end."""
 
 import asyncio
 import time
@@ -21,28 +21,28 @@ from tests.e2e.metrics_reader import read
 from tests.e2e.process_faults import ProcessFault, strike
 
 BLOCKS = 56
-"""Of 256 tokens: three long conversations overflow it (each takes up to eight, and as many states)."""
+"""Blocks of 256 tokens. Three long conversations overflow them: each takes up to eight, and as many states."""
 TOKENS = 900
 TURNS, AT_ONCE = (1, 2, 3), 6
 EMPTY_WITHIN_S = 60.0
-"""For leases that nobody read, and for what nodes tell of it."""
+"""Seconds for leases that nobody read to end, and for the metrics to follow."""
 
 
 @dataclass
 class Equals:
-    """All nodes, and what is started beside them."""
+    """All nodes, and the supervisor that started them."""
 
     supervisor: Supervisor
     nodes: list[Node]
     seeds: Iterator[int] = field(default_factory=lambda: count(7000, 1000))
 
     def proxy(self, nodes: int, routing: str) -> Proxy:
-        """A proxy in front of so many of them, every one serving."""
+        """A proxy in front of the first `nodes` of them. Returns once every one serves."""
         spec = ProxySpec(more_environment={"PDPROXY_POLICY_ROUTING": routing})
         return start(self.supervisor, spec, self.nodes[:nodes], print)
 
     def heal(self, number: int, proxy: Proxy) -> None:
-        """Start a node anew that was killed; returns when the proxy serves with it."""
+        """Start a killed node again. Returns once the proxy serves with it."""
         self.supervisor.stop(self.nodes[number].part)
         self.nodes[number] = start_node(self.supervisor, self.nodes[number].spec)
         await_nodes(self.supervisor, [self.nodes[number]], print)
@@ -52,7 +52,7 @@ class Equals:
         )  # fmt: skip
 
     async def talk(self, proxy: Proxy, talks: int) -> list[Turn]:
-        """Conversations that no node has seen."""
+        """Hold new conversations."""
         seed = next(self.seeds)
         stories = {f"talk-{seed}-{number}": quiz(seed + number, TOKENS) for number in range(talks)}
         return await hold_all(proxy, stories, TURNS, AT_ONCE, Way.COMPLETION_STREAM)
@@ -70,7 +70,7 @@ class Equals:
 def take_requests(url: str) -> bool:
     """Whether `GET url` (the proxy's `/nodes`) says that all nodes take requests.
 
-    A node that was back before health checks missed it is *probing* until a request has ended well there.
+    A node that is back before a health check missed it is *probing* until a request has ended well there.
     """
     nodes = httpx.get(url, trust_env=False).json()["nodes"]
     return {node["state"] for node in nodes} <= {"up", "probing"}
@@ -78,19 +78,19 @@ def take_requests(url: str) -> bool:
 
 @contextmanager
 def equal_nodes(run: str, nodes: int) -> Iterator[Equals]:
-    """So many, up; logs lie in `.run/RUN`."""
+    """Start the nodes. Logs: `.run/RUN`."""
     with Supervisor(logs_of(run)) as supervisor:
         specs = on_free_ports(*(NodeSpec(f"node-{each}", Role.BOTH, 0, 0, gpu_blocks=BLOCKS) for each in range(nodes)))
         yield Equals(supervisor, start_nodes(supervisor, specs, print))
 
 
 async def give_roles(operator: httpx.AsyncClient, number: int, *roles: str) -> None:
-    """An operator gives a node these roles."""
+    """Give a node these roles, as an operator does."""
     changed = await operator.patch(f"/nodes/node-{number}", json={"roles": roles})
     assert changed.status_code == 202
 
 
 async def kill_and_heal(equals: Equals, number: int, proxy: Proxy) -> None:
-    """A node dies, and is started anew; returns when the proxy serves with it."""
+    """Kill a node and start it again. Returns once the proxy serves with it."""
     await asyncio.to_thread(strike, equals.nodes[number].part, ProcessFault.KILLED)
     await asyncio.to_thread(equals.heal, number, proxy)

@@ -1,7 +1,7 @@
-"""Tiny models with random weights, one of each kind of hybrid that is handed over, and nodes of them on a CPU.
+"""Tiny models with random weights, one for each hybrid architecture that is handed over, and CPU nodes that serve them.
 
-A model has two layers that keep a state and one of attention, decisive logits, and states that remember some hundred
-tokens, so that a state which got lost on its way shows in the next token.
+A model has two layers with a state and one with attention. Its logits are decisive and its states remember a few
+hundred tokens, so that a lost state shows in the next token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAMBA_2: Mapping[str, Any] = {
     "mamba_expand": 2, "mamba_chunk_size": 256,
 }  # fmt: skip
 REMEMBERS = (0.02, 0.3)
-"""`A`, by which a state decays with each token: some hundred tokens show."""
+"""Range of `A`, by which a state decays with each token: a few hundred tokens show."""
 
 
 def granite() -> Any:
@@ -161,11 +161,11 @@ def kimi_linear() -> Any:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models. `make`: the tiny model.
+    """A family of models. `make`: makes the tiny model.
 
-    `dtype`: of the nodes; vLLM's CPU kernels of gated delta nets take bfloat16 alone. `rounding`: by how many nats a
+    `dtype`: of the nodes; vLLM's CPU kernels of gated delta nets take only bfloat16. `rounding`: nats by which a
     log-probability may be off for that. `refused`: the part of the fingerprint for which nodes of one and of two ranks
-    refuse each other. `plugin`: stands in for what vLLM's CPU build lacks.
+    refuse each other. `plugin`: replaces what vLLM's CPU build lacks.
     """
 
     name: str
@@ -189,7 +189,7 @@ QWEN3_5_MOE = Family("Qwen3.6-MoE", qwen3_5_moe, "bfloat16", rounding=0.25, argu
 
 
 def write_model(family: Family, folder: Path) -> Path:
-    """Write a family's model, with random weights of unit gain and the repository's tokenizer. Returns its folder."""
+    """Write a family's model with random weights of unit gain and the repository's tokenizer. Returns its folder."""
     torch.manual_seed(7)
     model = family.make().float().eval()
     for name, weights in model.named_parameters():
@@ -215,7 +215,7 @@ def _fill(name: str, weights: torch.Tensor) -> None:
 
 
 def family_node(spec: NodeSpec, family: Family, model: Path, folder: Path) -> NodeSpec:
-    """The node with this model; `folder`: for what makes the plugin known to it."""
+    """A node with this model. `folder`: for the metadata by which vLLM finds the plugin."""
     installed = folder / "cpu_mamba-1.dist-info"
     installed.mkdir(parents=True, exist_ok=True)
     (installed / "METADATA").write_text(METADATA, encoding="utf-8")

@@ -1,4 +1,5 @@
-"""A prefill node, two decode nodes and a proxy of one's own: nodes that may be broken, and are made whole again."""
+"""A prefill node, two decode nodes and a proxy of a test's own. Tests may break the nodes; `Fleet.heal` repairs
+them."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,35 +26,35 @@ from tests.e2e.process_faults import go_on
 
 FORGET_WITHIN_S = 60.0
 DEVELOPING = {"VLLM_SERVER_DEV_MODE": "1"}
-"""Lets a node drop its prefix cache when told to."""
+"""Lets a test tell a node to drop its prefix cache."""
 SLOW = ("--max-num-seqs", "4")
-"""For decode nodes, so that none is done with its streams before it is broken."""
+"""Flags of slow decode nodes, whose streams still run when a node breaks."""
 NAMES = {"prefill": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
 
 
 @dataclass
 class Fleet:
-    """What is up; `nodes` by name."""
+    """The running parts; `nodes` by name."""
 
     supervisor: Supervisor
     nodes: dict[str, Node]
     proxy: Proxy
     healed: list[str] = field(default_factory=list)
-    """Nodes that were started anew, in order."""
+    """Nodes that were started again, in order."""
 
     seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1000, 100))
-    """So that no test finds its prompts in a cache."""
+    """Seeds for prompts that no cache has."""
 
     def forget(self) -> None:
-        """Have the prefill node drop its prefix cache. Raises httpx.HTTPError."""
+        """Drop the prefill node's prefix cache. Raises httpx.HTTPError."""
         httpx.post(
             f"{self.nodes['prefill'].url}/reset_prefix_cache", timeout=FORGET_WITHIN_S, trust_env=False
         ).raise_for_status()
 
     def heal(self) -> None:
-        """Wake or start anew what was broken; returns when the proxy serves with every node.
+        """Resume stopped nodes and start dead ones again. Returns once the proxy serves with every node.
 
-        Raises what `start_nodes` raises.
+        Raises as `start_nodes`.
         """
         for name, node in self.nodes.items():
             go_on(node.part)
@@ -75,13 +76,13 @@ class Fleet:
 def running_fleet(
     logs: str, settings: Mapping[str, str], decode: Sequence[str] = SLOW, more: Sequence[str] = ()
 ) -> Iterator[Fleet]:
-    """While inside, everything is up, at first with every node serving. Raises what `start_nodes` raises.
+    """Start everything, and wait until every node serves. Raises as `start_nodes`.
 
     Args:
         logs: the folder's name in `.run`.
         settings: the proxy's, as environment variables.
-        decode: what decode nodes get on their command line.
-        more: what every node gets there.
+        decode: more arguments of decode nodes.
+        more: more arguments of every node.
     """
     arguments = {Role.PREFILL: tuple(more), Role.DECODE: (*decode, *more)}
     specs = on_free_ports(
@@ -97,4 +98,4 @@ def running_fleet(
         fleet = Fleet(supervisor, dict(zip(NAMES, nodes, strict=True)), proxy)
         yield fleet
         for node in fleet.nodes.values():
-            go_on(node.part)  # else one that was stopped ends only when its grace is over
+            go_on(node.part)  # a stopped process would end only when its grace period is over

@@ -1,8 +1,8 @@
-"""Nodes that are forked from a process which has imported vLLM (`template`): of the ten seconds of CPU that the start
-of a small node takes, six and a half are imports.
+"""Fork nodes from a process that has imported vLLM (`template`). A small node's start takes ten seconds of CPU, of
+which imports take six and a half.
 
-Nodes whose variables were read by those imports are started, as are those of `make demo`, of compose and of the chart,
-which have tests of their own (`test_launcher`, `test_compose_cpu`, `test_rollouts`).
+Nodes with other variables at import time are started, not forked. So are those of `make demo`, of compose and of the
+chart, which have tests of their own (`test_launcher`, `test_compose_cpu`, `test_rollouts`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ IMPORTS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_
 READ_LATER = frozenset(
     {"VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_PLUGINS", "VLLM_SERVER_DEV_MODE", "PYTHONPATH", "PYTEST_CURRENT_TEST"}
 )
-"""Variables on which no import hangs (folders of modules hold plugins, which are loaded later); nor on any of our own,
-which begin with `OURS`."""
+"""Variables that no import reads (folders of modules hold plugins, which are loaded later), beside our own, which begin
+with `OURS`."""
 OURS = "PDPROXY_"
 LOOK_EVERY_S = 0.02
 
 
 class ForkedWatchdog:
-    """A watchdog that is not a child of this process. `stdin`: its lifeline; `status`: gives its exit status."""
+    """A watchdog that is not a child of this process. `stdin`: its lifeline. `status`: where its exit status comes."""
 
     def __init__(self, pid: int, stdin: IO[bytes], status: int) -> None:
         self.pid = pid
@@ -55,18 +55,18 @@ class ForkedWatchdog:
             if self._code is None and select.select([self._status], [], [], 0)[0]:
                 with os.fdopen(self._status, "rb") as status:
                     said = status.read()  # until it has ended
-                # A process that was killed says nothing.
+                # a process that was killed sends nothing
                 self._code = CODE.unpack(said)[0] if said else -signal.SIGKILL
             return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """Wait for its exit. Raises subprocess.TimeoutExpired."""
         limit = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             left = None if limit is None else limit - time.monotonic()
             if left is not None and left <= 0:
                 raise subprocess.TimeoutExpired("a forked watchdog", timeout or 0.0)
-            time.sleep(LOOK_EVERY_S)  # not waiting at the descriptor, which another thread may close
+            time.sleep(LOOK_EVERY_S)  # without a wait at the descriptor, which another thread may close
         return code
 
     def send_signal(self, sig: int) -> None:
@@ -80,12 +80,12 @@ class ForkedWatchdog:
 
 @dataclass
 class Template:
-    """Forks `module`; starts what is not that module, or has other variables.
+    """Forks processes that run `module`. Commands of other modules or with other variables are started.
 
     Attributes:
-        module: what it runs, after `python -m`.
-        imports: modules that the forked ones need not import.
-        variables: with which they are imported.
+        module: as in `python -m`.
+        imports: modules that are imported before a fork.
+        variables: the environment of the imports.
     """
 
     module: str
@@ -112,7 +112,7 @@ class Template:
         return ForkedWatchdog(pid, os.fdopen(ours, "wb", buffering=0), status)
 
     def close(self) -> None:
-        """End the process that is forked; what was forked from it stays."""
+        """End the template process. Processes that were forked from it stay."""
         if self._orders and self._process:
             self._orders.close()
             self._process.wait()

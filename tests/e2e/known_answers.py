@@ -1,4 +1,4 @@
-"""The proxy's known-answer test, made on real nodes, with its figures."""
+"""Run the proxy's known-answer test on real nodes, and count its results."""
 
 import importlib
 import importlib.util
@@ -29,11 +29,11 @@ from pdproxy.transport.h1_client import H1Transport
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
 
 TRUSTING = "tests.e2e.trusting"
-"""The connector without its comparison of fingerprints: what it lets through is the known-answer test's to find."""
+"""The connector without its comparison of fingerprints. The known-answer test must find what this lets through."""
 
 
 def trusting(spec: NodeSpec) -> NodeSpec:
-    """The same node, reading whatever the tickets' fingerprints say."""
+    """The same node, which reads tickets with any fingerprint."""
     if importlib.util.find_spec(TRUSTING) is None:
         return spec  # this connector has no fingerprints to compare
     module: Any = importlib.import_module(TRUSTING)
@@ -43,13 +43,13 @@ def trusting(spec: NodeSpec) -> NodeSpec:
 
 @dataclass(frozen=True)
 class Bench:
-    """What asks real nodes; a pool and metrics of its own."""
+    """A pool, metrics and the known-answer test, for real nodes."""
 
     means: OrchestrationContext
     test: KnownAnswer
 
     async def node(self, local: LocalNode, role: Role) -> Node:
-        """As the proxy knows the node after its preflight, but for its cohort: any two are to be paired here."""
+        """The node as the proxy knows it after its preflight, without its cohort: here any two nodes are paired."""
         found = await Preflight(self.means.transport).inspect(Node(local.spec.name, local.url, (role,)))
         joined = found.joined()
         return Node(
@@ -59,7 +59,7 @@ class Bench:
         )  # fmt: skip
 
     async def join(self, *nodes: Node) -> None:
-        """Each is proved with those before it, then serves."""
+        """Test each node with those before it, and let it serve."""
         prover = Prover(self.means.pool, self.test, self.means.clock)
         for node in nodes:
             self.means.pool.add(node)
@@ -67,7 +67,7 @@ class Bench:
             self.means.pool.admit(node)
 
     async def answer(self, prompt: str) -> tuple[str, str]:
-        """What a client of these nodes gets: the text, and by which route."""
+        """The text that a client of these nodes gets, and its route."""
         orchestrator, now = Orchestrator(self.means), self.means.clock.now()
         body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0}
         request = ClientRequest(
@@ -93,7 +93,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench() -> AsyncIterator[Bench]:
-    """Closes all connections at its end."""
+    """A bench; its connections are closed at the end."""
     clock, metrics = SystemClock(), Metrics(CollectorRegistry())
     transport = H1Transport(clock)
     means = OrchestrationContext(transport, Pool(clock), metrics, clock, OrchestrationConfig())
@@ -129,7 +129,7 @@ HEAD = f"{'decode node against prefill node':42}  least median    most  allowed 
 
 
 async def ask(name: str, give: LocalNode, take: LocalNode, seeds: Iterable[int]) -> Row:
-    """Known-answer tests of one pair, one after the other."""
+    """Run known-answer tests of one pair, one after the other."""
     async with bench() as made:
         prefill, decode = await made.node(give, Role.PREFILL), await made.node(take, Role.DECODE)
         comparisons, unreadable = [], 0

@@ -1,6 +1,4 @@
-"""The two legs of a request, sent by hand, as a proxy sends them.
-
-An honest hand-over, to show that two nodes still work together, and many of them."""
+"""Send the two legs of a request by hand, as a proxy does, and hand over prompts that must be read and verified."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,7 @@ TO_HAND_OVER: Params = {"do_remote_decode": True, "do_remote_prefill": False}
 
 @dataclass(frozen=True)
 class Completion:
-    """What a node answered. `prompt`, `cached`: tokens of the prompt, and cached ones of them, by its usage."""
+    """A node's answer. `prompt`, `cached`: tokens of the prompt, and those of them that the node had cached."""
 
     text: str
     ticket: Params | None
@@ -33,7 +31,7 @@ class Completion:
 
 
 def complete(url: str, prompt: str, max_tokens: int = 8, params: Params | None = None) -> Completion:
-    """One completion at temperature 0, with the log-probability of each token. Raises httpx.HTTPError."""
+    """A completion at temperature 0, with the log-probability of each token. Raises httpx.HTTPError."""
     body: dict[str, Any] = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     body |= {"logprobs": 1} | ({"kv_transfer_params": params} if params is not None else {})
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
@@ -50,19 +48,19 @@ def complete(url: str, prompt: str, max_tokens: int = 8, params: Params | None =
 
 
 def prefill(url: str, prompt: str, **more: Any) -> Params:
-    """The prefill leg: its ticket."""
+    """Send the prefill leg. Returns its ticket."""
     ticket = complete(url, prompt, 1, {**TO_HAND_OVER, **more}).ticket
     assert ticket is not None, "the prefill node gave no ticket"
     return ticket
 
 
 def release(url: str, hand_over: str) -> None:
-    """Tell a prefill node to let go of a hand-over."""
+    """Release a hand-over at a prefill node."""
     complete(url, "?", 1, {"pdproxy_release": hand_over})
 
 
 def hand_over(give: str, take: str, question: Quiz) -> None:
-    """Prefill here, decode there: the answer is right, and the read was verified, not computed."""
+    """Prefill on one node and decode on the other. The answer must be right, and the read verified."""
     verified, ended = watch(take, "reads", outcome="verified"), watch(take, "reads")
     assert complete(take, question.prompt(), params=prefill(give, question.prompt())).text == question.answer
     ended.reaches(1)
@@ -70,7 +68,7 @@ def hand_over(give: str, take: str, question: Quiz) -> None:
 
 
 def hand_all_over(give: Node, take: Node, seeds: Sequence[int]) -> None:
-    """So many prompts, `AT_ONCE` at a time: every answer is right, every read is verified, no ticket is refused."""
+    """Hand over prompts, `AT_ONCE` at a time. Every answer must be right, every read verified, no ticket refused."""
     refused, ended = watch(take.url, "refused"), watch(take.url, "reads")
     verified = watch(take.url, "reads", outcome="verified")
 

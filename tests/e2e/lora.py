@@ -1,9 +1,9 @@
-"""LoRA adapters for a model of attention alone: two of other content, with which it answers as it does without.
+"""LoRA adapters for a model of attention alone. The model answers the same with them; the cached values differ.
 
-`negating` turns the sign of the attention's values and, after them, of what the next projection makes of them: the
-answers stay, the cached values are others. `silent` adds nothing. What one has cached is wrong for the other.
+`negating` changes the sign of the attention's values, and the next projection changes it back. `silent` adds nothing.
+Blocks of one are wrong for the other.
 
-A hybrid model with experts cannot run with LoRA on a CPU: vLLM 0.32 and 0.33 then compute its experts with Triton
+A hybrid model with experts cannot run with LoRA on a CPU: vLLM 0.32 and 0.33 compute its experts with Triton then
 (`fused_moe/oracle/unquantized.py`), and the first request ends the engine.
 """
 
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 RANK = 128
-"""What it takes to negate the widest projection exactly."""
+"""Enough to negate the widest projection exactly."""
 MODULES = ("v_proj", "o_proj")
 
 
 def arguments(adapters: dict[str, Path]) -> tuple[str, ...]:
-    """A node's flags for these adapters, by the names under which clients ask for them."""
+    """A node's flags for these adapters, by the names that clients use."""
     modules = (f"{name}={folder}" for name, folder in adapters.items())
     return ("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "4", "--lora-modules", *modules)
 
@@ -30,7 +30,7 @@ def silent(folder: Path, model: Path) -> Path:
 
 
 def negating(folder: Path, model: Path) -> Path:
-    """An adapter that takes twice the weight away, which leaves its negative."""
+    """An adapter that subtracts each weight twice, which leaves its negative."""
     return _write(folder, model, -2.0)
 
 
@@ -52,7 +52,8 @@ def _write(folder: Path, model: Path, times: float) -> Path:
 
 
 def _factors(weight: Any, times: float) -> tuple[Any, Any]:
-    """`up @ down` is `times` the weight, which has no more rows than RANK: it is itself one of the factors."""
+    """Factors with `up @ down == times * weight`. The weight has at most RANK rows, so that it is one of the
+    factors."""
     import torch
 
     rows = weight.shape[0]

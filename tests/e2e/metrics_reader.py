@@ -1,4 +1,4 @@
-"""What nodes count, watched from one moment on."""
+"""Read the metrics of nodes, and wait for counters to grow."""
 
 import time
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 PATIENCE_S = 60.0
-"""A node tells of a request a moment after it answered; a loaded machine stretches the moment."""
+"""Seconds until a metric has followed an answer. It takes a moment on an idle machine."""
 
 
 def read(url: str, name: str, **labels: str) -> float:
@@ -24,7 +24,7 @@ def read(url: str, name: str, **labels: str) -> float:
 
 @dataclass(frozen=True)
 class Watch:
-    """A counter of the connector, from the moment of `watch` on."""
+    """How much a counter of the connector has grown since `watch`."""
 
     url: str
     name: str
@@ -32,11 +32,11 @@ class Watch:
     start: float
 
     def grown(self) -> float:
-        """What was added so far."""
+        """The growth so far."""
         return read(self.url, self.name, **self.labels) - self.start
 
     def reaches(self, amount: float) -> None:
-        """Wait until at least so much was added; AssertionError when it is not within PATIENCE_S."""
+        """Wait for this growth. Raises AssertionError after PATIENCE_S."""
         limit = time.monotonic() + PATIENCE_S
         while (grown := self.grown()) < amount:
             assert time.monotonic() < limit, f"{self.name}{self.labels} grew by {grown:g}, not {amount:g}"
@@ -44,6 +44,6 @@ class Watch:
 
 
 def watch(url: str, name: str, **labels: str) -> Watch:
-    """Begin to watch `pdproxy_connector_<name>_total`."""
+    """Watch `pdproxy_connector_<name>_total` from now on."""
     full = f"pdproxy_connector_{name}_total"
     return Watch(url, full, labels, read(url, full, **labels))

@@ -1,12 +1,12 @@
-"""Two hosts on one machine, in network namespaces: a control network that lives, and a data network that can be cut.
+"""Two hosts on one machine, in network namespaces, with a control network and a data network that can be cut.
 
     this process ─┐
     prefill ──────┼─ control switch: HTTP, the side channel
     decode ───────┘
     prefill ─ data switch ─ decode: UCX over TCP, and nothing else
 
-A cut swallows packets without a word, as a misconfigured switch does: links stay up, and nothing is refused. It needs
-root and `ip`.
+A cut drops packets silently, as a misconfigured switch does: links stay up and nothing is refused. It needs root and
+`ip`.
 """
 
 import os
@@ -47,7 +47,7 @@ class FarNode(Node):
 
 
 class Network:
-    """Both networks, from entering it to leaving it."""
+    """Both networks; a context manager."""
 
     def __init__(self) -> None:
         self._tag = f"pdp{os.getpid() % 100000}"
@@ -85,20 +85,20 @@ class Network:
             _ip("link", "del", self._link)
 
     def cut(self) -> None:
-        """Swallow what goes over the data network from now on."""
+        """Drop all packets on the data network from now on."""
         self._in(SWITCH, "link", "set", "dev", "decode-data", "nomaster")
 
     def close_side_channel(self) -> None:
-        """Swallow what the decode node sends to the prefill node over the control network, as a firewall does."""
+        """Drop the decode node's packets to the prefill node on the control network, as a firewall does."""
         nobody = ("lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "control")
         self._in("decode", "neigh", "replace", f"{CONTROL}.{HOSTS['prefill']}", *nobody)
 
     def heal(self) -> None:
-        """Let it pass again."""
+        """Let packets pass again."""
         self._in(SWITCH, "link", "set", "dev", "decode-data", "master", "data")
 
     def start(self, supervisor: Supervisor, spec: NodeSpec) -> FarNode:
-        """Start a node on the host of its name."""
+        """Start a node on the host that has its name."""
         address = f"{CONTROL}.{HOSTS[spec.name]}"
         local = {
             "VLLM_HOST_IP": address, "VLLM_NIXL_SIDE_CHANNEL_HOST": address, "NO_PROXY": "*",
@@ -123,7 +123,8 @@ class Network:
         self._in(SWITCH, "link", "set", port, "up")
 
     def _know_each_other(self) -> None:
-        """No question for an address is lost in a cut: that would be noticed, unlike lost packets on a real network."""
+        """Enter each host's link address at the other one: an address lookup that a cut swallows would be reported,
+        unlike packets."""
         macs = {name: self._mac(name) for name in HOSTS}
         for name in HOSTS:
             for other, number in HOSTS.items():
@@ -137,5 +138,5 @@ class Network:
 
 
 def _ip(*words: str) -> str:
-    """Raises CalledProcessError."""
+    """Run `ip`. Raises CalledProcessError."""
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout

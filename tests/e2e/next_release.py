@@ -1,6 +1,6 @@
-"""Our connector as another release's image has it: the same code, which calls itself by another version.
+"""Our connector as another release's image has it: the same code, with another version.
 
-A node loads this module in the place of `connector.nixl_connector`, with the version in its environment.
+A node loads this module instead of `connector.nixl_connector`. The environment has the version.
 """
 
 import os

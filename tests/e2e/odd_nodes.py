@@ -1,7 +1,7 @@
-"""Decode nodes that differ from the usual prefill node in one thing, each of them right when it answers alone.
+"""Decode nodes that differ from the usual prefill node in one thing. Alone each of them answers right.
 
-What is handed over between the two is wrong for the reader, and nothing but a comparison of what the bytes mean can
-tell: the blocks are held, and the transfer succeeds.
+A hand-over between the two gives wrong answers, although the blocks are held and the transfer succeeds: only a
+comparison of what the bytes mean finds it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from deploy.local.paths import MODEL
 
 WEIGHTS = "model.safetensors"
 BLOCK_256 = ("--block-size", "256")
-"""Written out where another flag would change it: then the two nodes differ in that flag alone."""
+"""Given explicitly where another flag would change it, so that the two nodes differ in that flag alone."""
 OTHER_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
-"""Rotates half of each head's dimensions, not a quarter. With another theta alone so small a model answers right from
-the other node's blocks."""
+"""Rotates half of each head's dimensions instead of a quarter. With another theta alone, a model this small still
+answers right from the other node's blocks."""
 
 Weights = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Oddity:
-    """What is different. `part`: of the fingerprint. `flag`: what the refusal tells an operator to align.
+    """One difference. `part`: of the fingerprint. `flag`: the flag that the refusal tells an operator to align.
 
     `weights`: changes the checkpoint; None leaves it as it is. `seeds`: of questions that the odd node answers right
     alone, and wrong from the usual prefill node's blocks.
@@ -44,23 +44,23 @@ class Oddity:
     seeds: Sequence[int] = range(900, 904)
 
     def spec(self, model: Path = MODEL) -> NodeSpec:
-        """The odd node, on ports yet to be chosen."""
+        """The odd node; its ports are chosen later."""
         return NodeSpec("odd", Role.DECODE, 0, 0, model=model, more_arguments=self.arguments)
 
 
 @dataclass(frozen=True)
 class OnePath:
-    """A path under which one model is served after another, as when an operator replaces it: vLLM's handshake compares
-    the path, so that two paths would not be paired at all."""
+    """One path that serves one model after another, as when an operator replaces it. vLLM's handshake compares paths,
+    so that nodes with two paths would not be paired."""
 
     folder: Path
 
     def usual(self) -> Path:
-        """The path, now of the usual model."""
+        """The path, now with the usual model."""
         return self._points_to(MODEL)
 
     def changed(self, change: Callable[[Weights], None]) -> Path:
-        """The path, now of a model with other weights. Nodes that have started keep what they have loaded."""
+        """The path, now with other weights. Running nodes keep the weights that they have loaded."""
         return self._points_to(changed_model(self.folder / "changed", change))
 
     def _points_to(self, model: Path) -> Path:
@@ -82,15 +82,15 @@ def changed_model(folder: Path, change: Callable[[Weights], None]) -> Path:
 
 
 def negate_values(weights: Weights) -> None:
-    """Attention values with the other sign, which the projection after them takes back: exactly the same function,
-    with another cache."""
+    """Change the sign of attention's values; the projection after them changes it back. The function is the same, the
+    cache is not."""
     for name in weights:
         if name.endswith(("self_attn.v_proj.weight", "self_attn.o_proj.weight")):
             weights[name] = -weights[name]
 
 
 def relabel_digits(weights: Weights) -> None:
-    """A model that knows each digit by the row of the next one, coming in and going out: as right as the usual one."""
+    """Map each digit to the row of the next one, at the input and the output: as right as the usual model."""
     vocabulary: Mapping[str, int] = json.loads((MODEL / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         rows = weights[name].clone()
@@ -101,7 +101,7 @@ def relabel_digits(weights: Weights) -> None:
 
 
 OTHER_STATE_TYPE = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float16"
-"""Not what vLLM 0.32 makes of "auto": float32 on a CPU with AVX-512 BF16 (`platforms/cpu.py`), else the model's."""
+"""A type other than vLLM 0.32's "auto": float32 on a CPU with AVX-512 BF16 (`platforms/cpu.py`), else the model's."""
 STATE_TYPE = Oddity(
     "state type", "state_dtypes", "--mamba-ssm-cache-dtype", (*BLOCK_256, "--mamba-ssm-cache-dtype", OTHER_STATE_TYPE)
 )

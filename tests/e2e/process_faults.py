@@ -1,4 +1,4 @@
-"""What befalls a node: its processes are killed or stopped, and go on."""
+"""Kill, stop and resume a node's processes."""
 
 import enum
 import signal
@@ -12,27 +12,28 @@ from deploy.local.watchdog import descendants, send
 
 GONE_WITHIN_S = 60.0
 STILL = frozenset("TtZX")
-"""Stopped, traced, ended."""
+"""States of a thread that does nothing: stopped, traced, ended."""
 
 
 class ProcessFault(enum.Enum):
-    """How a node fails; the value is the signal that all its processes get: server, engine core, workers."""
+    """How a node fails; the value is the signal to all its processes: server, engine core, workers."""
 
     KILLED = signal.SIGKILL
     STOPPED = signal.SIGSTOP
 
 
 def strike(part: Part, fate: ProcessFault) -> None:
-    """Let it happen now; when this returns, a stopped node does nothing more and a killed one is gone."""
+    """Send the signal. Returns when a stopped node does nothing more, and a killed one is gone."""
     inject(descendants(part.process.pid), fate)
     if fate is ProcessFault.KILLED:
         part.process.wait(GONE_WITHIN_S)
 
 
 def inject(pids: Collection[int], fate: ProcessFault) -> None:
-    """Let it happen to these processes, and wait until it has: a signal is heeded when its thread next gets a core.
+    """Send the signal to these processes, and wait until it has taken effect.
 
-    Until then the other threads go on, and a prefill node that is meant to be stopped may answer one more question.
+    A signal takes effect when its thread next gets a core. Until then the other threads go on, and a prefill node that
+    is to be stopped may answer one more question.
     """
     send(set(pids), fate.value)
     limit = time.monotonic() + GONE_WITHIN_S
@@ -42,7 +43,7 @@ def inject(pids: Collection[int], fate: ProcessFault) -> None:
 
 
 def states(pid: int) -> set[str]:
-    """The states of all its threads, as in /proc; none of a process that is gone."""
+    """The states of all threads of a process, as in /proc; empty for a process that is gone."""
     found = set()
     for stat in _stats(pid):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -51,11 +52,11 @@ def states(pid: int) -> set[str]:
 
 
 def _stats(pid: int) -> list[Path]:
-    with suppress(FileNotFoundError):  # the process may go while its threads are listed
+    with suppress(FileNotFoundError):  # the process may end while its threads are listed
         return list(Path(f"/proc/{pid}/task").glob("*/stat"))
     return []
 
 
 def go_on(part: Part) -> None:
-    """Wake what was stopped; good for any node."""
+    """Resume a stopped node; does nothing to others."""
     send(descendants(part.process.pid), signal.SIGCONT)

@@ -1,15 +1,15 @@
-"""A reasoning parser and a tool parser for the tiny model, which vLLM loads through its own plugin flags.
+"""A reasoning parser and a tool parser for the tiny model; vLLM loads them through its plugin flags.
 
-The model recites lists, so names in a list are the marks, as `</think>` and `<tool_call>` are for other models: what it
-says up to THINKING_END is reasoning, and the lines between CALL_BEGINS and CALL_ENDS are the arguments of a tool call:
+The model recites lists, so names in a list are the marks, as `</think>` and `<tool_call>` are for other models. Text up
+to THINKING_END is reasoning. The lines between CALL_BEGINS and CALL_ENDS are the arguments of a tool call:
 
-    valta 702\\n         the tool: number 702, modulo how many the request offers
+    valta 702\\n         the tool: number 702, modulo the number of tools in the request
     bento 193\\n         arguments: {"bento": "193",
     corlia 055\\n         "corlia": "055"
     valsi 616\\n         }
 
-Both keep state over the stream as real parsers do: names come first, arguments piece by piece, and a parser that sees
-the second half of a stream alone says something else.
+Both keep state over the stream, as real parsers do: names come first, arguments piece by piece. A parser that sees only
+the second half of a stream gives another result.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,12 +42,12 @@ FLAGS = (
     *("--reasoning-parser-plugin", MODULE, "--reasoning-parser", NAME),
     *("--tool-parser-plugin", MODULE, "--tool-call-parser", NAME, "--enable-auto-tool-choice"),
 )
-"""For a node's command line."""
+"""Flags of a node."""
 
 
 @ReasoningParserManager.register_module(NAME)
 class QuizReasoningParser(ReasoningParser):
-    """Reasoning is what comes before THINKING_END; a prompt without that name in it asks for no reasoning."""
+    """Text before THINKING_END is reasoning. A prompt without that name asks for no reasoning."""
 
     def __init__(self, tokenizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(tokenizer, *args, **kwargs)
@@ -55,21 +55,21 @@ class QuizReasoningParser(ReasoningParser):
         self._cue: int = self.vocab[f"Ġ{CUE.strip()}"]
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
-        """Whether what follows these ids, a prompt's, is no reasoning."""
+        """Whether the text after these prompt ids is no reasoning."""
         ids = list(input_ids)
         answer = ids[len(ids) - ids[::-1].index(self._cue) :] if self._cue in ids else ids
         return self._end in answer or self._end not in ids
 
     def is_reasoning_end_streaming(self, input_ids: Sequence[int], delta_ids: Iterable[int]) -> bool:
-        """Whether the newest ids hold the end."""
+        """Whether the newest ids contain the end mark."""
         return self._end in delta_ids
 
     def extract_content_ids(self, input_ids: list[int]) -> list[int]:
-        """What of these ids comes after the end."""
+        """The ids after the end mark."""
         return input_ids[input_ids.index(self._end) + 1 :] if self._end in input_ids else []
 
     def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
-        """How many of these ids, an answer's, come before the end."""
+        """How many ids of an answer come before the end mark."""
         ids = list(token_ids)
         return ids.index(self._end) if self._end in ids else 0
 
@@ -81,7 +81,7 @@ class QuizReasoningParser(ReasoningParser):
     def extract_reasoning_streaming(
         self, previous_text: str, current_text: str, delta_text: str, *token_ids: Sequence[int]
     ) -> DeltaMessage | None:
-        """The newest text as reasoning, up to the end."""
+        """The newest text as reasoning, up to the end mark."""
         reasoning, _, content = delta_text.partition(THINKING_END)
         if not reasoning and not content:
             return None
@@ -89,30 +89,30 @@ class QuizReasoningParser(ReasoningParser):
 
 
 class Part(Enum):
-    """What a piece of an answer is."""
+    """The kinds of pieces in an answer."""
 
     CONTENT = "content"
     TOOL = "tool"
-    """The number of the tool that a call is for."""
+    """The number that selects the tool of a call."""
 
     ARGUMENTS = "arguments"
 
 
 @dataclass
 class LineReader:
-    """Reads an answer piece by piece. A line's name is held back until it is whole."""
+    """Reads an answer piece by piece. A line's name is held back until it is complete."""
 
     calling: bool = False
     _name: str = ""
     _in_name: bool = True
     _number: str = ""
     _kind: Part | None = Part.CONTENT
-    """What becomes of the number in this line; None: nothing."""
+    """The part that the number in this line belongs to; None: dropped."""
 
     _arguments: int = field(default=0)
 
     def feed(self, text: str) -> Iterator[tuple[Part, str]]:
-        """What this text completes."""
+        """The parts that this text completes."""
         for character in text:
             yield from self._named(character) if self._in_name else self._numbered(character)
 
@@ -152,7 +152,7 @@ class LineReader:
 
 @ToolParserManager.register_module(NAME)
 class QuizToolParser(ToolParser):
-    """The lines between CALL_BEGINS and CALL_ENDS; what is said around them stays content."""
+    """The lines between CALL_BEGINS and CALL_ENDS are calls; text around them stays content."""
 
     def __init__(self, tokenizer: Any, tools: list[Any] | None = None) -> None:
         super().__init__(tokenizer, tools)
@@ -161,7 +161,7 @@ class QuizToolParser(ToolParser):
     def extract_tool_calls_streaming(
         self, previous_text: str, current_text: str, delta_text: str, *ids_and_request: Any
     ) -> DeltaMessage | None:
-        """What the newest text adds to the content and to the calls."""
+        """The content and the call arguments in the newest text."""
         content, calls = "", list[DeltaToolCall]()
         for part, text in self._reader.feed(delta_text):
             match part:
@@ -196,7 +196,7 @@ class QuizToolParser(ToolParser):
         )
 
     def _add(self, calls: list[DeltaToolCall], text: str) -> None:
-        """Add to the arguments of the call that is open; one delta for each call."""
+        """Add text to the arguments of the open call; one delta for each call."""
         if calls and calls[-1].index == self.current_tool_id:
             function = calls[-1].function
             function.arguments = (function.arguments or "") + text

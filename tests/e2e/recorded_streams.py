@@ -1,7 +1,7 @@
-"""Records what a node with our plugin writes for every shape of stream: ``python -m tests.e2e.recorded_streams``.
+"""Record a node's streams of every shape, with our plugin: ``python -m tests.e2e.recorded_streams``.
 
-The file that it writes lets tests without an engine read real streams (tests/orchestration/test_leg_reader.py). Record
-anew when vLLM's streams change.
+Tests without an engine read real streams from the file (tests/orchestration/test_leg_reader.py). Record again when
+vLLM's streams change.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from tests.fakes.journal import STREAMS_PATH
 
 RECORDED = ROOT / "tests" / "orchestration" / "recorded_streams.json.gz"
 MOST_TOKENS = 90
-"""Of an answer: enough for its reasoning to end, and its tool call to begin."""
+"""The limit of an answer: its reasoning ends and its tool call begins before it."""
 
 
 class Chunks:
@@ -61,7 +61,7 @@ async def ask(node: NodeSpec, path: str, body: dict[str, Any]) -> list[str]:
 
 
 def bodies() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Name, path and body of each shape; what only a client without usage asks for comes beside it."""
+    """Name, path and body of each shape, with and without the client asking for usage."""
     for shape in shapes():
         most = "max_output_tokens" if "max_output_tokens" in shape.body else "max_tokens"
         body = {**shape.body, most: min(shape.body[most], MOST_TOKENS)}

@@ -1,7 +1,7 @@
-"""One engine in this process, as a decode node runs it, that continues its own answers from where they are cut.
+"""Run one engine in this process, with a decode node's settings, and continue its own answers from every cut.
 
-`python -m tests.e2e.resumed_engine FILE CASE…` writes to a file, as JSON, for each answer and cut: what the whole
-answer has after the cut, and what the engine produced when it was given only what stands before.
+`python -m tests.e2e.resumed_engine FILE CASE…` writes JSON: for each answer and cut, the rest of the uncut answer, and
+the engine's output when it got only the part before the cut.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Engine:
     number: int = 0
 
     def answer(self, prompt: str, params: dict[str, Any], old: list[int] | None = None) -> list[EngineCoreOutput]:
-        """The outputs of a request, of one that goes on after `old` where that is given."""
+        """The outputs of a request. `old`: tokens that it continues."""
         self.number += 1
         request = self._request(f"r-{self.number}", prompt, params)
         if old is not None:
@@ -79,7 +79,7 @@ class Engine:
                         return
 
     def forget(self) -> None:
-        """Empty the prefix cache: the next request computes everything."""
+        """Empty the prefix cache, so that the next request computes everything."""
         assert self.engine.reset_prefix_cache()
 
 
@@ -88,25 +88,26 @@ def ids(outputs: list[EngineCoreOutput]) -> list[int]:
 
 
 def log_probabilities(outputs: list[EngineCoreOutput]) -> list[list[int]]:
-    """The tokens that each position ranks; their values differ in the last digits between a step and a prefill."""
+    """The tokens ranked at each position. Their values are left out: the last digits differ between a step and a
+    prefill."""
     return [list(map(int, row)) for each in outputs if each.new_logprobs for row in each.new_logprobs.logprob_token_ids]
 
 
 def make_engine(side_channel_port: int) -> Engine:
-    """With the command line of a decode node."""
+    """An engine with the command line of a decode node."""
     line = command(NodeSpec("decode", Role.DECODE, 1, side_channel_port))
     arguments, _ = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_known_args(line[3:])
     return Engine(LLMEngine.from_engine_args(EngineArgs.from_cli_args(arguments)))
 
 
 def seen(outputs: list[EngineCoreOutput], old: int = 0) -> dict[str, Any]:
-    """What a client could see of outputs, but for the first `old` tokens."""
+    """The visible part of outputs after the first `old` tokens."""
     ranked = log_probabilities(outputs)[old:]
     return {"ids": ids(outputs)[old:], "ranked": ranked, "end": str(outputs[-1].finish_reason)}
 
 
 def cut_everywhere(engine: Engine, name: str) -> Iterator[dict[str, Any]]:
-    """One case, at every cut; with odd ones nothing of it is cached."""
+    """Cut one case at each of `CUTS`. At odd cuts the prefix cache is empty."""
     prompt = quiz(seed=4711, tokens=600).prompt()
     whole = engine.answer(prompt, CASES[name])
     for cut in (cut for cut in CUTS if cut < len(ids(whole))):

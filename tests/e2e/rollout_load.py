@@ -1,4 +1,5 @@
-"""Clients that never stop while nodes and proxies are replaced: every answer must come, whole and right."""
+"""Clients that send requests all the time while nodes and proxies are replaced. Every answer must come, whole and
+right."""
 
 import asyncio
 import json
@@ -18,18 +19,18 @@ from tests.e2e.asking import Way
 CLIENTS = 4
 PATIENCE_S = 120.0
 LINES = (4, 30)
-"""Of the list that is recited: an answer has five tokens for each."""
+"""Lines of the recited list: an answer has five tokens for each."""
 PROMPT_TOKENS = 400
 PAUSE_S = 0.05
-"""After a failure, so that an outage does not make thousands."""
+"""Seconds after a failure, so that an outage does not cause thousands of requests."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass
 class Asked:
-    """One request: when it was sent, in monotonic seconds, and what came of it; `failure` is "" where it was right.
+    """One request: when it was sent, in monotonic seconds, and its result. `failure`: empty for a right answer.
 
-    `wrong`: a question that was answered otherwise than it should be, and the answer.
+    `wrong`: a question whose answer was wrong, and the answer.
     """
 
     way: Way
@@ -42,20 +43,21 @@ class Asked:
 
 @dataclass
 class Load:
-    """What the clients asked so far. `url` and `key` are asked for anew with each request."""
+    """All requests so far. `url` and `key` are called for each request."""
 
     url: Callable[[], str]
     key: Callable[[], str]
     asked: list[Asked] = field(default_factory=list)
 
     def failures(self) -> list[Asked]:
-        """Of those that have ended."""
+        """The failures of requests that have ended."""
         return [each for each in self.asked if each.failure]
 
     async def forgive_the_model(self) -> None:
-        """Nothing changes any more: what is answered in the same way now, computed anew, is the tiny model's mistake.
+        """Ask wrong questions again once nothing changes. Drop those with the same answer, computed anew: the tiny
+        model is wrong.
 
-        It recites one list of some thousands wrongly, on one plain engine too.
+        It recites about one list of some thousands wrongly, also on one plain engine.
         """
         for number, one in enumerate(each for each in self.asked if each.wrong):
             assert one.wrong is not None
@@ -69,7 +71,7 @@ class Load:
                 one.failure = ""
 
     def summary(self) -> str:
-        """How many of each way were asked, and what failed."""
+        """Counts for each API, and the failures."""
         ways = Counter(each.way.value for each in self.asked)
         longest = max((each.ended - each.began for each in self.asked), default=0.0)
         failed = Counter(each.failure[:200] for each in self.failures())
@@ -79,7 +81,7 @@ class Load:
 
 @asynccontextmanager
 async def under_load(url: Callable[[], str], key: Callable[[], str], seed: int) -> AsyncIterator[Load]:
-    """Clients ask while inside; when the block is left, each ends its last request."""
+    """Run clients while inside. Leaving the block waits for each client's last request."""
     load, enough, source = Load(url, key), asyncio.Event(), random.Random(seed)
     async with asyncio.TaskGroup() as group:
         for _ in range(CLIENTS):
@@ -91,7 +93,7 @@ async def under_load(url: Callable[[], str], key: Callable[[], str], seed: int) 
 
 
 async def _client(load: Load, source: random.Random, enough: asyncio.Event) -> None:
-    """One request after the other; each on a connection of its own, as a service spreads them."""
+    """Send one request after the other, each on a connection of its own, as a service would spread them."""
     while not enough.is_set():
         one = Asked(source.choice(list(Way)), time.monotonic())
         load.asked.append(one)
@@ -106,7 +108,7 @@ async def _client(load: Load, source: random.Random, enough: asyncio.Event) -> N
 
 
 async def _ask(load: Load, one: Asked, question: Quiz) -> str:
-    """What is wrong with the answer."""
+    """The error in the answer; empty where it is right."""
     path, body = _request(one.way, question)
     headers = {"authorization": f"Bearer {load.key()}"}
     async with (
@@ -139,7 +141,7 @@ def _whole(answer: dict[str, list[dict[str, object]]]) -> object:
 
 
 def _streamed(text: str) -> str:
-    """The text of a whole stream. Raises ValueError for one that was cut or has an error event."""
+    """The text of a whole stream. Raises ValueError for a stream that was cut or has an error event."""
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     if not events or events[-1] != "[DONE]" or any('"error"' in event for event in events):
         raise ValueError(f"the stream ends with {events[-1:]}")

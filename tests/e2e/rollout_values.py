@@ -1,4 +1,4 @@
-"""The chart's values for a small cluster on this machine, and what it renders from them."""
+"""Values and charts for a small cluster on this machine."""
 
 import copy
 import shutil
@@ -13,13 +13,13 @@ from tests.helm.engine import CHART, Engine, Manifests, read_values, value_files
 API_KEY, NEXT_API_KEY = "sk-first-0123456789", "sk-next-0123456789"
 TICKET_KEY, NEXT_TICKET_KEY = "first-key-0123456789abcdef", "next-key-0123456789abcdef"
 LEAVE_S, DRAIN_S = 3, 15
-"""Of nodes: shorter than the chart's own, since answers take seconds here."""
+"""Node settings, shorter than the chart's defaults: answers take seconds here."""
 
 Values = dict[str, Any]
 
 
 def base(**upgrade: object) -> Values:
-    """The example without GPUs, with `nodes.upgrade` as given."""
+    """The values of the example without GPUs. ``upgrade``: `nodes.upgrade`."""
     values = read_values(value_files()["no-gpu"])
     values["model"]["extraArgs"] = [*values["model"]["extraArgs"], "--num-gpu-blocks-override=2048"]
     values["nodes"] |= {"leaveSeconds": LEAVE_S, "drainSeconds": DRAIN_S, "upgrade": upgrade}
@@ -31,7 +31,7 @@ def base(**upgrade: object) -> Values:
 
 
 def changed(values: Values, path: str, value: object) -> Values:
-    """The same with another value at a dotted path."""
+    """Copy the values with another value at a dotted path."""
     result = copy.deepcopy(values)
     *parents, last = path.split(".")
     place = result
@@ -42,7 +42,7 @@ def changed(values: Values, path: str, value: object) -> Values:
 
 
 def next_chart(folder: Path) -> Path:
-    """A copy of the chart in which nothing but its version changed."""
+    """Copy the chart with another version and no other change."""
     chart = folder / "pdproxy"
     shutil.copytree(CHART, chart)
     said = yaml.safe_load((chart / "Chart.yaml").read_text())
@@ -51,7 +51,7 @@ def next_chart(folder: Path) -> Path:
 
 
 class SteadyChart:
-    """Renders as an upgrade does: secrets that the chart made are kept."""
+    """Renders a chart as an upgrade does: the secrets that it made before are kept."""
 
     def __init__(self, helm: Engine) -> None:
         self._helm = helm

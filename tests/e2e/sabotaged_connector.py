@@ -1,8 +1,8 @@
-"""Our connector with a saboteur in it: it spoils a read or strikes the other node at an exact moment, when ordered to.
+"""Our connector with a saboteur, which on order spoils a read or stops the other node at an exact moment.
 
-A node loads this module in the place of `connector.nixl_connector`. The test leaves its orders in a file that the
-node's environment names; each order is carried out once, at the next read that comes to its moment, and noted in a
-second file, so that a test can tell that it happened. Without orders a node is as always.
+A node loads this module instead of `connector.nixl_connector`. The test writes orders into a file that an environment
+variable names. Each order is carried out once, at the next read that reaches its moment, and then noted in a second
+file for the test. Without orders the node behaves as usual.
 """
 
 import json
@@ -40,14 +40,14 @@ PATIENCE_S = 60.0
 
 
 class Moment(StrEnum):
-    """When in the life of a read."""
+    """A moment in a read."""
 
     POSTING = "posting"
-    """The handshake is made, the transfer is about to be posted."""
+    """The handshake is made; the transfer is about to be posted."""
     POSTED = "posted"
-    """The transfer is posted; nobody has looked yet whether it is done."""
+    """The transfer is posted; its state has not been checked yet."""
     LANDED = "landed"
-    """The last byte is here; the prefill node was not asked yet whether it counts."""
+    """The last byte is here; the prefill node has not been asked whether the read counts."""
     VERIFIED = "verified"
     """The read counts; the request has not run yet."""
     PLANNED = "planned"
@@ -56,11 +56,11 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True)
 class Order:
-    """What to do, and when; what is left empty is not done.
+    """The action and its moment; empty fields do nothing.
 
-    `group`, `block`: zero this block of this cache group, by its place in what was read; of its states `state` alone,
-    where that is given (0: the convolution's, 1: the recurrent one). `signal` goes to `pids`. `deaf`: the node's own
-    side channel ends.
+    `group`, `block`: zero this block of this cache group, by its place in the read. `state`: only this one of its
+    states (0: the convolution's, 1: the recurrent one). `signal`: goes to `pids`. `deaf`: end the node's own side
+    channel.
     """
 
     moment: Moment
@@ -73,19 +73,19 @@ class Order:
 
 
 class Orders:
-    """The two files: orders to carry out, and what was carried out; lines of JSON."""
+    """Two files of JSON lines: the orders, and the orders that were carried out."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._done = path.with_suffix(".done")
 
     def give(self, *orders: Order) -> None:
-        """For the test: from now on these stand, and nothing is done yet."""
+        """Write new orders and empty the list of those carried out. Called by the test."""
         self._done.unlink(missing_ok=True)
         self._write(orders)
 
     def await_done(self, count: int) -> list[dict[str, Any]]:
-        """For the test: what was noted, once so many orders were carried out. Raises AssertionError."""
+        """Wait until so many orders were carried out; returns the notes. Called by the test. Raises AssertionError."""
         limit = time.monotonic() + PATIENCE_S
         while len(lines := self._lines(self._done)) < count:
             assert time.monotonic() < limit, f"{len(lines)} of {count} orders were carried out"
@@ -93,11 +93,11 @@ class Orders:
         return lines
 
     def done(self, count: int) -> bool:
-        """For the test: whether so many orders were carried out; the answer that just came was after that."""
+        """Whether so many orders were carried out by now. Called by the test after an answer."""
         return len(self._lines(self._done)) >= count
 
     def take(self, moment: Moment) -> Order | None:
-        """For the node: the next order, if its moment is this one."""
+        """The next order if its moment is this one. Called by the node."""
         orders = [Order(**line) for line in self._lines(self._path)]
         if not orders or orders[0].moment != moment:
             return None
@@ -105,7 +105,7 @@ class Orders:
         return orders[0]
 
     def note(self, order: Order, **seen: object) -> None:
-        """For the node: it is done."""
+        """Note that an order is carried out. Called by the node."""
         with self._done.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**asdict(order), **seen}) + "\n")
 
@@ -121,7 +121,7 @@ class Orders:
 
 
 def sabotaged(spec: NodeSpec, orders: Path) -> NodeSpec:
-    """The same node with a saboteur who reads his orders from this file."""
+    """The same node with a saboteur. `orders`: the file of its orders."""
     return replace(
         spec,
         connector_module=__name__,
@@ -187,7 +187,7 @@ class _Worker(ConnectorWorker):
                 (page if state is None else self._state(page, state)).zero_()
 
     def _state(self, page: Any, state: int) -> Any:
-        """The bytes of one of a page's two states, which lie one behind the other."""
+        """The bytes of one of a page's two states, which lie one after the other."""
         sizes = self._mamba_ssm_size
         begin = sum(sizes[:state])
         return page.view(-1).view(torch.uint8)[begin : begin + sizes[state]]

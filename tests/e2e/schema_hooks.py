@@ -1,4 +1,4 @@
-"""Loaded by schemathesis: what it makes up is aimed at the model that is served, and asks for little."""
+"""Hooks that schemathesis loads: generated requests name the served model and ask for few tokens."""
 
 import schemathesis
 
@@ -10,7 +10,7 @@ LIMITS = ("max_tokens", "max_output_tokens")
 
 @schemathesis.hook
 def map_body(context: schemathesis.HookContext, body: object) -> object:
-    """The same body; with random names for models hardly anything would ever reach a node."""
+    """The same body for the served model. Requests with random model names would not reach a node."""
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         return body
     limits = {name: body.get(name, FEW) for name in LIMITS}

@@ -1,4 +1,4 @@
-"""A node's side channel under attack: the serving process, connections that are idle, and ports that lead nowhere.
+"""Attacks on a node's side channel: find its process, hold idle connections, open ports that never answer.
 
 Floods are in `tests.connector.strangers`.
 """
@@ -32,7 +32,7 @@ def owner_of(node: Node) -> int:
 
 @contextmanager
 def idle(port: int, count: int) -> Iterator[None]:
-    """Hold so many connections that say nothing."""
+    """Hold so many connections and send nothing."""
     with ExitStack() as stack:
         for _ in range(count):
             stack.enter_context(closing(socket.create_connection((HOST, port), PATIENCE_S)))
@@ -47,7 +47,7 @@ def black_holes(count: int) -> Iterator[list[int]]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long something takes."""
+    """The seconds that the work takes."""
     begun = time.monotonic()
     work()
     return time.monotonic() - begun

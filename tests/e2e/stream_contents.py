@@ -1,16 +1,17 @@
-"""What a stream says, whatever ids, times and chunks it says it in: for comparing one answer with another.
+"""Compare the contents of streams, without ids, times and chunk borders.
 
-Two uncut answers to one request differ in ids and times, and in how tokens are grouped into chunks: an API server that
-is busy merges what the engine made meanwhile, and choices take turns as they come. None of that is part of the answer:
+Two uncut answers to one request differ in ids and times, and in the grouping of tokens into chunks: a busy API server
+merges tokens, and choices take turns as they come. None of these belong to the answer:
 
-- An id or a time becomes the place at which it was seen first: `id 0`, `id 1`, … An answer that changes its id in the
-  middle, or takes up another item's, still differs from one that does not.
-- Neighbouring deltas are joined. Completions and chat: choice by choice and field by field, as clients join them; a
-  chunk may hold several fields, which have no order. Messages and responses: as long as the block or item is the same.
-- Tokens of the prompt that came from a cache are left out: they belong to the node, not to the answer.
+- An id or a time becomes its rank of first appearance: `id 0`, `id 1`, … An answer that changes its id in the middle,
+  or uses another item's id, still differs.
+- Neighbouring deltas are joined. Completions and chat: for each choice and field, as clients join them; the fields of
+  one chunk have no order. Messages and responses: within one block or item.
+- Cached prompt tokens are left out: they belong to the node, not to the answer.
 
-All else must be the same, event by event: roles, finish reasons, usage, the end. `sequence_number` of the Responses API
-counts events, and so chunks; it must count up by one, and is then left out. Log-probabilities may differ by rounding.
+Everything else must be equal, event by event: roles, finish reasons, usage, the end. The Responses API's
+`sequence_number` counts events, and so chunks: it must count up by one, and is then left out. Log-probabilities may
+differ by rounding.
 """
 
 import json
@@ -27,35 +28,35 @@ OF_THE_NODE = frozenset(
     {"cached_tokens", "created_cache_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"}
 )
 NATS = 0.3
-"""What rounding may change of a log-probability: logits are bfloat16, whose last bit is 0.125 above 16."""
+"""The most that rounding changes a log-probability: logits are bfloat16, whose last bit is 0.125 above 16."""
 END = "[DONE]"
 ERRORS = frozenset({"error", "response.failed"})
-"""Types of events; an error event of the other APIs has none."""
+"""Types of error events. The other APIs' error events have no type."""
 
 
 class BrokenStreamError(Exception):
-    """Bytes that are no event stream, or not a whole one; the message says where."""
+    """Bytes that are no event stream, or an incomplete one; the message says where."""
 
 
 @dataclass
 class Contents:
-    """What one stream says.
+    """The contents of one stream.
 
-    `places`: by choice and field (`choice 0 content`, `choice 0 logprobs`, …) or, where the API has no choices, under
-    `events`, what was said there in order. `kinds`: of everything that was said, `reasoning`, `content`, `tool`, …, or
-    the types of deltas.
+    `places`: the pieces in order, by choice and field (`choice 0 content`, `choice 0 logprobs`, …), or under `events`
+    for APIs without choices. `kinds`: the kinds of these pieces, `reasoning`, `content`, `tool`, …, or the types of
+    deltas.
     """
 
     places: dict[str, list[Any]] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
 
     def text(self, *kinds: str, choice: int = 0) -> str:
-        """All text of these kinds, of one choice or block after the other."""
+        """All text of these kinds, one choice or block after the other."""
         own = [self.places.get(f"choice {choice} {kind}", []) for kind in kinds] + [self.places.get("events", [])]
         return "".join(run["text"] for runs in own for run in runs if run["kind"] in kinds)
 
     def say(self, place: str, kind: str, text: str, **more: Any) -> None:
-        """Add text; it joins the text before it where that is of the same kind."""
+        """Add text. It joins the text before it if that is of the same kind."""
         self.kinds.add(kind)
         runs = self.places.setdefault(place, [])
         run = {"kind": kind, **more}
@@ -65,21 +66,21 @@ class Contents:
             runs.append({**run, "text": text})
 
     def add(self, place: str, what: Any) -> None:
-        """Add something that stands for itself."""
+        """Add a piece that is not joined with others."""
         self.places.setdefault(place, []).append(what)
 
     def once(self, place: str, what: Any) -> None:
-        """Add something that all chunks repeat."""
+        """Add a value that every chunk repeats."""
         if what not in self.places.setdefault(place, []):
             self.places[place].append(what)
 
 
 def events_of(body: bytes) -> list[tuple[str, Any]]:
-    """Name (empty where it has none) and data of each event; comments are left out.
+    """Name (empty where there is none) and data of each event, without comments.
 
     Raises:
-        BrokenStreamError: for a body that ends in the middle of an event, or holds something else than events, or one
-            word of what nodes and proxy say to each other.
+        BrokenStreamError: the body ends in the middle of an event, or has bytes that are no event, or a record meant
+            for the proxy.
     """
     if b"pdproxy" in body:
         raise BrokenStreamError(f"not for clients: {body[max(0, body.index(b'pdproxy') - 80) :][:200]!r}")
@@ -89,7 +90,7 @@ def events_of(body: bytes) -> list[tuple[str, Any]]:
 
 
 def contents_of(body: bytes) -> Contents:
-    """What a stream says; error events are at the place `errors`. Raises BrokenStreamError."""
+    """The contents of a stream; error events are at the place `errors`. Raises BrokenStreamError."""
     said, names = Contents(), Names()
     for position, (name, data) in enumerate(events_of(body)):
         if data == END:
@@ -106,37 +107,37 @@ def contents_of(body: bytes) -> Contents:
 
 
 def chunks_of(body: bytes) -> list[tuple[str, Any]]:
-    """Each event of a stream as it came, but for ids, times and what belongs to a node. Raises BrokenStreamError."""
+    """Each event of a stream without ids, times and node-specific values. Raises BrokenStreamError."""
     names = Names()
     return [(name, without_incidentals(data, names)) for name, data in events_of(body)]
 
 
 class Names:
-    """Ids and times in the order in which they are seen first."""
+    """Names for ids and times, in the order of their first appearance."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, Any], str] = {}
 
     def of(self, kind: str, value: Any) -> str:
-        """The same for the same value, of a kind."""
+        """The name of a value of this kind; the same value has the same name."""
         count = sum(known == kind for known, _ in self._seen)
         return self._seen.setdefault((kind, value), f"{kind} {count}")
 
 
 def without_incidentals(value: Any, names: Names) -> Any:
-    """The same with ids and times named, and without what belongs to a node alone."""
+    """The value with names for ids and times, and without node-specific values."""
     if isinstance(value, list):
         return [without_incidentals(each, names) for each in value]
     if not isinstance(value, dict):
         return value
-    if "cache_read_input_tokens" in value:  # Anthropic counts cached tokens beside the others
+    if "cache_read_input_tokens" in value:  # Anthropic counts cached tokens apart from the others
         cached = (value["cache_read_input_tokens"] or 0) + (value.get("cache_creation_input_tokens") or 0)
         value = {**value, "input_tokens": value["input_tokens"] + cached}
     return {key: _field(key, each, names) for key, each in value.items() if key not in OF_THE_NODE}
 
 
 def differences(expected: Contents, got: Contents) -> list[str]:
-    """Where two answers differ, one line each."""
+    """The differences between two answers, one line each."""
     return list(_differences("", expected.places, got.places))
 
 
@@ -178,7 +179,7 @@ def _add_chunk(said: Contents, chunk: Json) -> None:
 
 
 def _add_usage(said: Contents, usage: Json) -> None:
-    """The last one counts: where each chunk has one, they grow with the chunks."""
+    """Use the last usage: where each chunk has one, they grow with the chunks."""
     said.places["usage"] = [usage]
 
 
@@ -206,8 +207,8 @@ def _add_call(said: Contents, place: str, call: Json) -> None:
 
 
 def _logprobs(logprobs: Json | None) -> Iterator[tuple[str, list[Any]]]:
-    """The lists of a chunk's log-probabilities. Of the alternatives to a token, ranked, only the numbers: two that are
-    as good as each other change places by rounding."""
+    """The lists of a chunk's log-probabilities. Alternatives to a token are listed by their numbers alone: two that are
+    equally likely change places by rounding."""
     if logprobs is None:
         return
     for name, values in logprobs.items():

@@ -1,4 +1,4 @@
-"""Streams of every shape at once, whose node dies in their middle: which were cut, where, and what came of them."""
+"""Run streams of every shape at once, kill their node, and report which were cut, where, and how they went on."""
 
 import asyncio
 import json
@@ -21,26 +21,26 @@ from tests.e2e.stream_contents import BrokenStreamError, chunks_of, contents_of,
 from tests.e2e.stream_shapes import COMPLETIONS, Shape
 
 PATIENCE_S = 300.0
-"""For all streams of a round; a loaded machine is slow without being wrong."""
+"""Seconds for all streams of a round; a busy machine is slow without being wrong."""
 SPREAD_S = 0.6
-"""Over which the streams of a round begin, so that each is somewhere else when the node dies."""
+"""Seconds over which the streams of a round begin, so that the node dies at another place in each."""
 MARKS = (0.1, 0.7)
-"""The node dies when half of the streams have passed a place that is drawn for each, between these parts of it."""
+"""The node dies when half of the streams have passed their marks, drawn between these fractions of each stream."""
 EVENT = b"data: "
 LEG_FAILED = re.compile(r"request (?P<request>\S+): decode leg on (?P<node>\S+): ")
-"""What the proxy logs of a stream whose node has died."""
+"""The proxy's log line about a stream whose node has died."""
 MOVED = re.compile(r"request ended\" request_id=(?P<request>\S+) .*\bmoved=(?P<how>\S+) stall_ms=(?P<stall>\S+)")
-"""What it logs at the end of a stream that went on elsewhere."""
+"""The last log line of a stream that was moved."""
 ENDED = re.compile(r"request ended\" request_id=(\S+)")
-"""What it logs at the end of any."""
+"""The last log line of any request."""
 
 
 @dataclass
 class FollowedStream:
     """One client's stream so far.
 
-    `delay`: seconds before it is asked for. `asked`, `at`: monotonic seconds when it was, and when each piece came.
-    `marked`: set when `mark` events are there, or it has failed.
+    `delay`: seconds before it is asked for. `asked`, `at`: monotonic seconds of the request and of each piece.
+    `marked`: set when `mark` events are there, or the stream has failed.
     """
 
     shape: Shape
@@ -56,20 +56,20 @@ class FollowedStream:
 
     @property
     def events(self) -> int:
-        """How many came so far."""
+        """How many events came so far."""
         return self.body.count(EVENT)
 
     @property
     def all_events(self) -> int:
-        """How many an uncut answer has, about: chunks differ."""
+        """How many events an uncut answer has, about: chunks differ."""
         return self.uncut.count(EVENT)
 
     def stall(self, since: float = 0.0) -> float:
-        """Seconds between two pieces, at most, of those that came after this moment and the last one before."""
+        """The longest pause in seconds between two pieces, counting from the last piece before `since`."""
         return max((after - before for before, after in pairwise(self.at) if after > since), default=0.0)
 
     def wrong(self) -> str:
-        """How this answer differs from the uncut one; empty where it does not."""
+        """The difference from the uncut answer; empty where there is none."""
         if self.failure:
             return f"{self.shape.name}: {self.failure}"
         try:
@@ -79,16 +79,16 @@ class FollowedStream:
         return "".join(f"\n{self.shape.name}: {each}" for each in differ[:4])
 
     def same_chunks(self) -> bool:
-        """Whether it came in the same chunks, too; of an answer that is right."""
+        """Whether a right answer came in the same chunks, too."""
         return chunks_of(self.uncut) == chunks_of(bytes(self.body))
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A stream that lost its node. `place`: how many events its client had; `stall`: its longest from then on, in
+    """A stream that lost its node. `place`: how many events its client had. `stall`: its longest pause from then on, in
     seconds.
 
-    `how`, `told`: what the stream's log line says, of how it went on, and of the stall; empty and 0 where it is silent.
+    `how`, `told`: the move and the pause as the stream's log line has them; empty and 0 where it has none.
     """
 
     stream: FollowedStream
@@ -103,7 +103,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Round:
-    """What came of one kill. `needed`: seconds that the other node takes for all these prompts and tokens at once."""
+    """The result of one kill. `needed`: seconds in which the other node computes all these prompts and tokens at
+    once."""
 
     victim: str
     streams: Sequence[FollowedStream]
@@ -111,7 +112,7 @@ class Round:
     needed: float
 
     def wrong(self) -> str:
-        """What went wrong, stream by stream; empty where nothing did."""
+        """The errors, one line a stream; empty where there are none."""
         return "".join(stream.wrong() for stream in self.streams)
 
     def __str__(self) -> str:
@@ -126,7 +127,7 @@ class Round:
 async def uncut(url: str, shapes: Sequence[Shape]) -> dict[str, bytes]:
     """The answers of an undisturbed proxy, by the shape's name.
 
-    Raises AssertionError where one does not show its shape.
+    Raises AssertionError for an answer that does not show its shape.
     """
     streams = [FollowedStream(shape, b"") for shape in shapes]
     await asyncio.gather(*(follow(url, stream) for stream in streams))
@@ -137,7 +138,7 @@ async def uncut(url: str, shapes: Sequence[Shape]) -> dict[str, bytes]:
 
 
 async def cut_short(fleet: Fleet, streams: Sequence[FollowedStream], victim: str, source: random.Random) -> Round:
-    """Run these streams, and kill a decode node when half of them are beyond places that are drawn.
+    """Run these streams, and kill a decode node when half of them have passed their marks.
 
     Raises TimeoutError after PATIENCE_S.
     """
@@ -162,7 +163,7 @@ async def cut_short(fleet: Fleet, streams: Sequence[FollowedStream], victim: str
 
 
 async def follow(url: str, stream: FollowedStream) -> None:
-    """Ask, and read to the end; what goes wrong is kept in `failure`."""
+    """Send the request and read to the end; an error is kept in `failure`."""
     await asyncio.sleep(stream.delay)
     stream.asked = time.monotonic()
     try:
@@ -184,7 +185,7 @@ async def follow(url: str, stream: FollowedStream) -> None:
 
 
 async def half_marked(streams: Sequence[FollowedStream]) -> None:
-    """Return as soon as half of them are at their marks."""
+    """Wait until half of them have passed their marks."""
     waiting = {asyncio.create_task(stream.marked.wait()) for stream in streams}
     while 2 * len(waiting) > len(streams):
         _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -193,9 +194,9 @@ async def half_marked(streams: Sequence[FollowedStream]) -> None:
 
 
 async def needed(url: str, cuts: Sequence[Cut]) -> float:
-    """Seconds until a node has computed the prompts of these streams, what they had said, and the next token of each.
+    """Seconds in which a node computes the prompts of these streams, their tokens so far, and the next token of each.
 
-    All are asked for at once, and none is cached.
+    All are requested at once, and none is cached.
     """
     began = time.monotonic()
     async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
@@ -208,23 +209,23 @@ async def needed(url: str, cuts: Sequence[Cut]) -> float:
 
 
 class LogTail:
-    """What is added to a log from now on."""
+    """The lines that a log gets from now on."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self._start = log.stat().st_size
 
     def lost(self, node: str) -> set[str]:
-        """The requests whose stream this node did not end."""
+        """The requests whose stream broke on this node."""
         return {found["request"] for found in map(LEG_FAILED.search, self._lines()) if found and found["node"] == node}
 
     def moved(self) -> dict[str, tuple[str, float]]:
-        """How requests went on that were moved, and for how many seconds they stood still."""
+        """How each moved request went on, and its pause in seconds."""
         found = filter(None, map(MOVED.search, self._lines()))
         return {each["request"]: (each["how"], float(each["stall"]) / 1000) for each in found}
 
     async def tells_the_end_of(self, requests: set[str]) -> None:
-        """Return once it has the last line of each: lines are written a moment after what they tell of."""
+        """Wait for the last line of each request: it is written a moment after the answer ends."""
         async with asyncio.timeout(PATIENCE_S):
             while not requests <= {found[1] for found in map(ENDED.search, self._lines()) if found}:  # noqa: ASYNC110 - a file
                 await asyncio.sleep(0.02)
@@ -238,7 +239,7 @@ class LogTail:
 async def keep_asking(
     url: str, answers: Mapping[str, bytes], shapes: Sequence[Shape], source: random.Random, enough: asyncio.Event
 ) -> list[FollowedStream]:
-    """One client that asks for one stream after the other, of shapes that are drawn, until it is told to stop."""
+    """One client that runs streams of random shapes, one after the other, until it is stopped."""
     streams = list[FollowedStream]()
     while not enough.is_set():
         shape = source.choice(shapes)

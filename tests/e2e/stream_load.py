@@ -1,6 +1,6 @@
-"""Many clients at once, each with one stream whose every piece is timed.
+"""Run many clients at once, each with one stream, and time every piece.
 
-They read the wire themselves: a client library would take longer over a piece than the engines do.
+They read the wire themselves: a client library takes longer for a piece than the engines do.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from deploy.local.node import SERVED_NAME
 from tests.e2e.asking import Way
 
 PATIENCE_S = 300.0
-"""For the whole crowd; a loaded machine is slow without being wrong."""
+"""Seconds for all streams; a busy machine is slow without being wrong."""
 TOKENS = 400
 LINES = 48
 MOST_TOKENS = 260
 DECISIVE = 0.5
-"""Nats; what rounding changes is less."""
+"""A lead in nats that rounding cannot change."""
 DATA = "data: "
 STREAMED = (Way.COMPLETION_STREAM, Way.CHAT_STREAM)
 
 
 @dataclass(frozen=True)
 class UndisturbedAnswer:
-    """What a single engine says, undisturbed; `margin`: nats by which the best token led, at least."""
+    """The answer of a single engine, undisturbed. `margin`: the smallest lead of a best token, in nats."""
 
     text: str
     finish: str
@@ -41,7 +41,7 @@ class UndisturbedAnswer:
 
 @dataclass
 class Stream:
-    """One client's stream so far; `asked` and `at` say when it began and when each piece came, in monotonic seconds."""
+    """One client's stream so far. `asked`, `at`: monotonic seconds of the request and of each piece."""
 
     way: Way
     question: Quiz
@@ -54,12 +54,12 @@ class Stream:
 
     @property
     def right(self) -> bool:
-        """Whether it came to its proper end, token by token what a single engine says."""
+        """Whether it ended properly with the tokens of a single engine."""
         return not self.failure and (self.text, self.finish) == (self.expected.text, self.expected.finish)
 
     @property
     def longest_stall(self) -> float:
-        """Seconds between two pieces, or until the first one, at most."""
+        """The longest pause in seconds between two pieces, or before the first one."""
         return max((after - before for before, after in pairwise((self.asked, *self.at))), default=0.0)
 
     def __str__(self) -> str:
@@ -68,22 +68,22 @@ class Stream:
 
 
 class StreamLoad:
-    """All streams of a test, running while inside `start_stream_load`."""
+    """All streams of a test; they run inside `start_stream_load`."""
 
     def __init__(self, streams: list[Stream]) -> None:
         self.streams = streams
         self._news = asyncio.Event()
 
     def begun(self, pieces: int = 1) -> int:
-        """How many streams have so many pieces."""
+        """How many streams have this many pieces."""
         return sum(len(stream.at) >= pieces for stream in self.streams)
 
     def under_way(self) -> bool:
-        """More than half of the streams have begun, so that each of two nodes has some in the middle."""
+        """Whether more than half of the streams have begun, so that each of two nodes is in the middle of some."""
         return 2 * self.begun(4) > len(self.streams)
 
     def heard(self, stream: Stream, line: str) -> None:
-        """A line of a stream's body came."""
+        """Take a line of a stream's body."""
         if not line.startswith(DATA + "{"):
             return
         event = json.loads(line.removeprefix(DATA))
@@ -96,12 +96,12 @@ class StreamLoad:
         self._news.set()
 
     def failed(self, stream: Stream, failure: str) -> None:
-        """A stream was ended by an error."""
+        """Note that an error ended a stream."""
         stream.failure = failure
         self._news.set()
 
     async def until(self, reached: Callable[["StreamLoad"], bool]) -> None:
-        """Return as soon as the crowd has got so far, or a stream has failed.
+        """Wait until the streams have got this far, or one has failed.
 
         Raises TimeoutError after PATIENCE_S.
         """
@@ -111,17 +111,17 @@ class StreamLoad:
                 await self._news.wait()
 
     def verdict(self) -> str:
-        """What went wrong, one line a stream; empty where nothing did."""
+        """The errors, one line a stream; empty where there are none."""
         return "\n".join(str(stream) for stream in self.streams if not stream.right)
 
     def longest_stall(self) -> float:
-        """Of any stream, in seconds."""
+        """The longest pause of any stream, in seconds."""
         return max(stream.longest_stall for stream in self.streams)
 
 
 @asynccontextmanager
 async def start_stream_load(url: str, streams: list[Stream]) -> AsyncIterator[StreamLoad]:
-    """Send all of them to a proxy at once; when the block is left, wait until each has ended.
+    """Send all requests to a proxy at once; leaving the block waits for the end of each.
 
     Raises TimeoutError after PATIENCE_S.
     """
@@ -138,11 +138,11 @@ async def start_stream_load(url: str, streams: list[Stream]) -> AsyncIterator[St
 
 
 async def reciters(alone: AsyncOpenAI, first_seed: int, count: int = 16) -> list[Stream]:
-    """Streams of some 240 tokens, completions and chats in turn, over different lists.
+    """Streams of about 240 tokens over different lists, alternately completions and chats.
 
     Args:
-        alone: a single engine. It is asked first, for more than is needed: taken are the answers of which it is most
-            certain, so that a different rounding cannot change them.
+        alone: a single engine, which is asked first, for more answers than needed. Those with the largest leads are
+            taken, so that rounding cannot change them.
         first_seed: of the lists.
         count: how many streams.
     """

@@ -1,14 +1,13 @@
-"""The kinds of stream that must continue when their node dies: what is asked, and what an uncut answer must show.
+"""The shapes of streams that must continue when their node dies: the requests, and the properties of an uncut answer.
 
-The tiny model knows one thing: it recites a list from a name on, five tokens a line, and is sure of every one. All
-shapes are built on that. Names in the list end its reasoning and begin and end its tool calls (quiz_parsers.py); a
-grammar makes it say what the list does not; penalties and heat make it leave the list. Each answer has 70 to 300
-tokens.
+The tiny model recites a list from a name on, five tokens a line, with high confidence. All shapes build on that. Names
+in the list end its reasoning, and begin and end its tool calls (quiz_parsers.py). A grammar makes it produce other
+text; penalties and temperature make it leave the list. Each answer has 70 to 300 tokens.
 
-An answer can be compared only if rounding cannot change it: a node that takes a stream over computes the tokens so far
-as a prompt, all at once, which gives logits that differ in the last bits of a bfloat16. Where the model recites, its
-best token leads by several nats. For the other shapes, greedy or seeded, the list's seed is one whose answer stays the
-same when each logit is moved at random by up to NUDGE (`nudged`; a test tries it).
+Answers can be compared only if rounding cannot change them. A node that takes a stream over computes the tokens so far
+as one prompt, whose logits differ in the last bits of a bfloat16. Where the model recites, its best token leads by
+several nats. For other shapes, greedy or seeded, a seed was chosen whose answer stays the same when each logit is moved
+at random by up to NUDGE (`nudged`; a test checks it).
 """
 
 import json
@@ -31,7 +30,7 @@ RECITED = 28
 LAST = RECITED - 1
 MOST_TOKENS = 400
 NUDGE = 0.2
-"""Of a logit. Two ways to compute the same were seen to differ by 0.125, the last bit of a bfloat16 above 16."""
+"""The largest shift of a logit. Two ways to compute one differed by 0.125, the last bit of a bfloat16 above 16."""
 RESERVED = frozenset({THINKING_END, CALL_BEGINS, CALL_ENDS})
 PLAIN_NAMES = [name for name in NAMES if name not in RESERVED]
 
@@ -45,15 +44,15 @@ NODE_FLAGS = (
     *("--structured-outputs-config.backend", "xgrammar"),
     *("--structured-outputs-config.disable_any_whitespace", "true"),
 )
-"""For every node. A schema allows white space anywhere, and the model is fond of newlines."""
+"""Flags of every node. A schema allows white space anywhere, and the model produces many newlines."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One kind of stream.
+    """One shape of stream.
 
-    `shows`: the kinds of what is said (`Contents.kinds`) that an uncut answer must have. `holds`: what else must be
-    true of it, so that what the shape is there for did happen. `choices`: how many.
+    `shows`: the kinds of content (`Contents.kinds`) that an uncut answer must have. `holds`: more conditions, so that
+    the feature of the shape had an effect. `choices`: how many.
     """
 
     name: str
@@ -77,7 +76,7 @@ class Shape:
 
 
 def nudged(body: Mapping[str, Any], seed: int) -> Json:
-    """The same request with every logit moved a little at random; not for messages, which have no `logit_bias`."""
+    """The same request with every logit moved a little at random. Not for messages, which have no `logit_bias`."""
     source = random.Random(seed)
     asked = body.get("logit_bias", {})
     moved = {str(token): asked.get(str(token), 0) + source.uniform(-NUDGE, NUDGE) for token in range(VOCABULARY)}
@@ -85,7 +84,7 @@ def nudged(body: Mapping[str, Any], seed: int) -> Json:
 
 
 def recital(seed: int, marks: Mapping[int, str] | None = None) -> Quiz:
-    """Ask for the last RECITED lines of a list of LINES; `marks` are names at places counted from the first of them."""
+    """Ask for the last RECITED lines of a list of LINES. `marks`: names at places counted from the first of them."""
     source = random.Random(seed)
     names = source.sample(PLAIN_NAMES, LINES)
     for place, name in (marks or {}).items():
@@ -95,22 +94,22 @@ def recital(seed: int, marks: Mapping[int, str] | None = None) -> Quiz:
 
 
 def thinking(seed: int) -> Quiz:
-    """Half of its answer is reasoning."""
+    """A request whose answer is half reasoning."""
     return recital(seed, {13: THINKING_END})
 
 
 def calling(seed: int) -> Quiz:
-    """Says something, and then calls a tool."""
+    """A request whose answer has content and then a tool call."""
     return recital(seed, {4: CALL_BEGINS, LAST: CALL_ENDS})
 
 
 def thinking_and_calling(seed: int) -> Quiz:
-    """Reasoning, content, a tool call."""
+    """A request whose answer has reasoning, content and a tool call."""
     return recital(seed, {7: THINKING_END, 11: CALL_BEGINS, LAST: CALL_ENDS})
 
 
 def shapes() -> list[Shape]:
-    """All of them."""
+    """All shapes."""
     return [*_plain(), *_parsed(), *_constrained(), *_sampled(), *_other_apis()]
 
 
@@ -132,7 +131,7 @@ def _plain() -> Iterator[Shape]:
 
 
 def _stopped() -> Iterator[Shape]:
-    """A stop string of three tokens' pieces near the end; another one that almost comes, so that text is held back."""
+    """A stop string of three tokens' pieces near the end, and one that almost matches, so that text is held back."""
     asked = recital(7)
     end = len(asked.answer) * 4 // 5
     almost = asked.answer[end // 2 : end // 2 + 40] + "?"
@@ -219,7 +218,7 @@ def _tools() -> list[Json]:
 
 
 def _schema(asked: Quiz) -> Json:
-    """A number for each of ten names, in order, so that each token of the answer has its own place in the grammar."""
+    """A number for each of ten names, in order, so that each token has a place of its own in the grammar."""
     names = [name for name, _ in asked.lines[-RECITED:][:10]]
     number = {"type": "string", "pattern": "^[0-9]{3}$"}
     return {
@@ -261,7 +260,7 @@ def _says(asked: Quiz) -> Check:
 
 
 def _strays(asked: Quiz) -> Check:
-    """What the shape adds did change the answer."""
+    """Check that the setting changed the answer."""
     return lambda said: asked.answer not in said.text("text", "content")
 
 
@@ -276,7 +275,7 @@ def _begins_after_thinking(asked: Quiz) -> Check:
 
 
 def _calls(asked: Quiz) -> Check:
-    """The call's arguments are the lines between the two names."""
+    """Check that the call's arguments are the lines between the two names."""
     names = [name for name, _ in asked.lines]
     inside = dict(asked.lines[names.index(CALL_BEGINS) + 1 : names.index(CALL_ENDS)])
     return lambda said: json.loads(said.text("tool")) == inside

@@ -1,8 +1,8 @@
-"""A process that has imported what a Python module needs, and is forked whenever the module is to be run.
+"""A process that has imported a Python module's imports, and forks to run the module.
 
 `python -m tests.e2e.template DESCRIPTOR MODULE IMPORT…`. Orders come over the socket DESCRIPTOR (`forked_parts`). For
-each one this process forks a watchdog, and the watchdog forks the command. Both are then made what a started program
-is: no descriptor, signal handler or variable of this process stays.
+each order this process forks a watchdog, and the watchdog forks the command. Both drop the descriptors, signal handlers
+and variables of this process, as a started program has none of them.
 """
 
 import array
@@ -30,14 +30,14 @@ from deploy.local.watchdog import die_with_watchdog, main
 PID = struct.Struct("=i")
 CODE = struct.Struct("=B")
 LONGEST = 1 << 20
-"""Bytes of an order: a command line and an environment."""
+"""The most bytes of an order: a command line and an environment."""
 INPUT, OUTPUT, STATUS = range(3)
-"""The descriptors that come with an order: of its lifeline, for what it prints, and for its exit status."""
+"""The descriptors that come with an order: its lifeline, its output, and its exit status."""
 
 
 @dataclass
 class Forked:
-    """A child, with what the watchdog uses of `subprocess.Popen`."""
+    """A child with the interface that the watchdog uses of `subprocess.Popen`."""
 
     pid: int
     returncode: int = field(default=-1, init=False)
@@ -75,7 +75,7 @@ def serve(orders: socket.socket, module: str) -> None:
 
 
 def be_a_watchdog(order: dict[str, Any], descriptors: Sequence[int], module: str) -> None:
-    """Watch over the ordered command, say how it ended, and end."""
+    """Watch over the ordered command, write its exit status, and end."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     status = descriptors[STATUS]
@@ -84,23 +84,23 @@ def be_a_watchdog(order: dict[str, Any], descriptors: Sequence[int], module: str
     os.close(descriptors[INPUT])
     os.close(descriptors[OUTPUT])
 
-    def begin(command: Sequence[str], temporary: str) -> Forked:
+    def fork_command(command: Sequence[str], temporary: str) -> Forked:
         if not (pid := os.fork()):
             run(module, command, {**order["environment"], "TMPDIR": temporary}, order["folder"])
         return Forked(pid)
 
     code = 1
     try:
-        code = main([order["grace"], *order["command"]], begin)
+        code = main([order["grace"], *order["command"]], fork_command)
     finally:
         os.write(status, CODE.pack(code))
         end(code)
 
 
 def run(module: str, command: Sequence[str], environment: dict[str, str], folder: str) -> None:
-    """Be `python -m MODULE …`, as the command line says, and end with its exit status."""
+    """Run `python -m MODULE …` as the command line says, and end with its exit status."""
     be_fresh()
-    sys.path[: 1 + len(_more_path(os.environ))] = [folder, *_more_path(environment)]  # as `-m` has it
+    sys.path[: 1 + len(_more_path(os.environ))] = [folder, *_more_path(environment)]  # as `-m` sets it
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -119,12 +119,12 @@ def run(module: str, command: Sequence[str], environment: dict[str, str], folder
 
 
 def _more_path(environment: Mapping[str, str]) -> list[str]:
-    """Where else modules are looked for."""
+    """More folders that modules are looked for in."""
     return [os.path.abspath(each) for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
 
 
 def be_fresh() -> None:
-    """Undo what a program that is started has not: a watchdog's signal handlers, and descriptors that close then."""
+    """Reset what a started program would not have: a watchdog's signal handlers, and open descriptors."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -142,12 +142,12 @@ def be_fresh() -> None:
 def _closes_at_start(number: int) -> bool:
     try:
         return bool(fcntl.fcntl(number, fcntl.F_GETFD) & fcntl.FD_CLOEXEC)
-    except OSError:  # what listed the descriptors is closed
+    except OSError:  # the descriptor of the listing itself is closed
         return False
 
 
 def end(code: int) -> None:
-    """End this process as a program ends, without going back to where it was forked."""
+    """End this process as a program ends, without returning to the fork."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -155,7 +155,7 @@ def end(code: int) -> None:
 
 
 def prepare(imports: Sequence[str]) -> None:
-    """Import, and see to it that what is forked is whole: threads would be missing in it."""
+    """Import the modules, and check that no thread runs: threads would be missing in a fork."""
     getproctitle()  # notes where the title is, which a process with other variables would not find
     for each in imports:
         importlib.import_module(each)

@@ -1,6 +1,6 @@
-"""Two equal nodes, each prefills and decodes, with small caches: conversations while one dies and while roles change.
+"""Two nodes of both roles with small caches: conversations while one dies and while roles change, then one node alone.
 
-Then one of them alone. With `least-loaded` every prompt is handed over, both ways at once; with `cache` prices decide.
+With `least-loaded` every prompt is handed over, both ways at once; with `cache` the estimated cost decides.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ TALKS, MANY = 16, 64
 
 @pytest.fixture(scope="module")
 def equals() -> Iterator[Equals]:
-    """Logs lie in `.run/e2e-both-roles`."""
+    """Logs: `.run/e2e-both-roles`."""
     with equal_nodes("e2e-both-roles", 2) as nodes:
         yield nodes
 
@@ -40,7 +40,7 @@ async def test_conversations_on_two_equal_nodes(equals: Equals, routing: str) ->
 
 
 async def test_roles_change_under_conversations(equals: Equals) -> None:
-    """One node is made a decode node, and does both again; so is the other one."""
+    """Each node in turn is made a decode node and then gets both roles back."""
     proxy = await asyncio.to_thread(equals.proxy, 2, "least-loaded")
     talking = asyncio.create_task(equals.talk(proxy, MANY))
     async with httpx.AsyncClient(base_url=proxy.admin_url, trust_env=False) as operator:
@@ -56,7 +56,7 @@ async def test_roles_change_under_conversations(equals: Equals) -> None:
 
 
 async def test_a_node_dies_under_conversations(equals: Equals) -> None:
-    """The other one goes on alone."""
+    """The other node goes on alone."""
     proxy = await asyncio.to_thread(equals.proxy, 2, "least-loaded")
     talking = asyncio.create_task(equals.talk(proxy, MANY))
     await asyncio.sleep(2.0)

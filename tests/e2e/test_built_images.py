@@ -1,4 +1,4 @@
-"""The images' environments, made line by line as their Dockerfiles say, serve what compose.yaml starts in them."""
+"""The images' environments, made line by line as their Dockerfiles say, run the services of compose.yaml."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Six-turn conversations on real nodes: the policy `cache` against `least-loaded`, in turns before the same nodes.
+"""Six-turn conversations on real nodes: the policies `cache` and `least-loaded`, by turns, before the same nodes.
 
-A turn is *remote* where a prefill node computes it. The short form runs on the shared nodes and looks at remote turns
-and answers alone. The long forms print tables: of one decode node, of two, and of two of which one is killed.
+A turn is *remote* if a prefill node computes it. The short test runs on the shared nodes and checks remote turns and
+answers. The long ones print tables: with one decode node, with two, and with two of which one is killed.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from tests.e2e.process_faults import ProcessFault, strike
 pytestmark = pytest.mark.e2e
 
 REMOTE_AT_MOST, FIRST_TOKEN_AT_MOST = 0.3, 0.8
-"""Of the same with `least-loaded`."""
+"""Upper bounds, as multiples of the figures of `least-loaded`."""
 LOADS = (
     Load(650, 1, 24),
     Load(1500, 1, 24),
@@ -39,7 +39,7 @@ LOADS = (
 KINDS = ("planned", "real")
 HITS_WITHIN = 0.02
 STAYS_AT_LEAST = 0.8
-"""Of the turns after the first, those that go to the decode node of the turn before."""
+"""The least share of turns after the first that go to the decode node of the turn before."""
 own_nodes = [pytest.mark.own_engines, pytest.mark.long, pytest.mark.timeout(1800)]
 
 
@@ -53,7 +53,7 @@ class Trio:
 
 @pytest.fixture(scope="module")
 def trio() -> Iterator[Trio]:
-    """Logs lie in `.run/e2e-hybrid-nodes`."""
+    """Logs: `.run/e2e-hybrid-nodes`."""
     roles = {"prefill": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
     with Supervisor(logs_of("e2e-hybrid-nodes")) as supervisor:
         prefill, *decodes = start_nodes(supervisor, [NodeSpec(name, role, 0, 0) for name, role in roles.items()], print)
@@ -73,7 +73,7 @@ def two_decodes(trio: Trio) -> Iterator[dict[Routing, Proxy]]:
 
 
 def require_planned_hits(proxy: Proxy) -> None:
-    """What the proxy took to be cached where prompts were computed is what was: nothing is evicted here."""
+    """The tokens that plans expected to be cached were cached, for nothing is evicted here."""
     for role in ("prefill", "decode"):
         planned, real = (read(proxy.admin_url, f"pdproxy_{kind}_hit_tokens_total", role=role) for kind in KINDS)
         print(f"hits on {role} nodes so far: {planned:g} tokens planned, {real:g} real")
@@ -103,7 +103,7 @@ async def test_later_turns_are_not_handed_over(pair: Pair, shared: dict[Routing,
 
 
 class TestManyConversations:
-    """In this order: the last one leaves a decode node dead."""
+    """The order of these tests matters: the last one leaves a decode node dead."""
 
     pytestmark = own_nodes
 
@@ -155,7 +155,7 @@ class TestManyConversations:
 
 
 def decode_nodes(proxy: Proxy, turns: Sequence[Turn]) -> dict[str, str]:
-    """The decode node of each turn, by the turn's name, as the proxy's log says."""
+    """The decode node of each turn, by the turn's name, from the proxy's log."""
     found = {}
     for line in proxy.part.log.read_text(encoding="utf-8").splitlines():
         facts = dict(fact.split("=", 1) for fact in line.split() if "=" in fact)

@@ -1,6 +1,6 @@
-"""The capacity that a node tells of itself, held to what its engine really admits, within one block per sequence.
+"""A node's reported capacity against what its engine admits: they agree within one block per sequence.
 
-A node with few blocks is driven until vLLM lets no more requests in, or preempts one.
+Requests are added to a node with few blocks until vLLM queues or preempts one.
 """
 
 import asyncio
@@ -31,22 +31,22 @@ EDGE = 0.1
 GROWING = 6
 """Sequences that grow side by side."""
 APART = 40
-"""Tokens by which each is longer than the one before: they cross into new blocks in turn, as the figure takes it."""
+"""Tokens by which each is longer than the one before, so that they reach new blocks in turn, as the figure assumes."""
 LATE = 2 * BLOCK
-"""Tokens below the figure at which they begin, so that all get in."""
+"""Tokens below the figure at the start, so that all are admitted."""
 Prompt = list[int]
 
 
 @dataclass(frozen=True)
 class ReportedCapacity:
-    """What the node says: tokens of attention capacity; sequences that states allow; sequences of `LONGEST` tokens."""
+    """The reported capacity: tokens of attention; sequences that fit by their states; sequences of `LONGEST` tokens."""
 
     tokens: int
     sequences: int
     longest: int
 
     def share(self, count: int, length: float) -> float:
-        """How much of the node so many sequences of so many tokens take; they fit while it is 1 or less."""
+        """The share of the node that so many sequences of so many tokens take; they fit while it is at most 1."""
         return count * length / self.tokens + count / self.sequences
 
     def length(self, count: int) -> float:
@@ -56,10 +56,10 @@ class ReportedCapacity:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    """A decode node with few blocks; its log lies in `.run/e2e-capacity`.
+    """A decode node with few blocks. Logs: `.run/e2e-capacity`.
 
-    With a unit each sequence takes one state more for one step, right after its prompt, and all of these end theirs at
-    once.
+    With a unit, each sequence takes one more state for one step right after its prompt, and all of these prompts end in
+    the same step.
     """
     specs = on_free_ports(
         NodeSpec("few", Role.DECODE, 0, 0, gpu_blocks=FEW_BLOCKS, max_model_len=LONGEST, prefix_match_unit=None)
@@ -77,23 +77,23 @@ def reported(node: Node) -> ReportedCapacity:
 
 
 def prompts(count: int, tokens: int, seed: int) -> list[Prompt]:
-    """Token ids that have nothing in common."""
+    """Token ids without a common prefix."""
     source = random.Random(seed)
     return [[source.randrange(10, 900) for _ in range(tokens)] for _ in range(count)]
 
 
 def growing(mean: float, seed: int) -> list[Prompt]:
-    """Prompts of so many tokens on average."""
+    """Prompts with this mean length."""
     first = math.floor(mean) - APART * (GROWING - 1) // 2
     return [prompts(1, first + APART * number, seed + number)[0] for number in range(GROWING)]
 
 
 Span = tuple[float, float]
-"""When a sequence ran, by its own stream; seconds."""
+"""The seconds in which a sequence ran, by its own stream."""
 
 
 async def grow(client: httpx.AsyncClient, prompt: Prompt, by: int) -> Span:
-    """One sequence, by so many tokens: when the first and the last of them came."""
+    """Generate so many tokens of one sequence: the times of the first and the last."""
     body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": by, "temperature": 0, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as answer:
         came = [time.monotonic() async for line in answer.aiter_lines() if line.startswith("data: {")]
@@ -102,15 +102,15 @@ async def grow(client: httpx.AsyncClient, prompt: Prompt, by: int) -> Span:
 
 
 async def grown(node: Node, load: Sequence[Prompt], by: int) -> list[Span]:
-    """All these sequences at once."""
+    """Generate all these sequences at once."""
     async with httpx.AsyncClient(base_url=node.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
         return await asyncio.gather(*(grow(client, prompt, by) for prompt in load))
 
 
 async def most_running(node: Node, load: Sequence[Prompt], by: int) -> int:
-    """How many of them the engine ran at the same time; the rest had to wait.
+    """How many sequences the engine ran at the same time; the others waited.
 
-    The ends of each span do not count: what we hear late of the one that leaves may cross with the one that comes.
+    The ends of each span do not count: the end of one sequence may arrive after the start of the next.
     """
     spans = [
         (first + EDGE * (last - first), last - EDGE * (last - first)) for first, last in await grown(node, load, by)
@@ -121,7 +121,7 @@ async def most_running(node: Node, load: Sequence[Prompt], by: int) -> int:
 
 
 async def preemptions(node: Node, load: Sequence[Prompt], by: int) -> int:
-    """How often the engine took a sequence's blocks away while all of them grew."""
+    """How often the engine preempted a sequence while all of them grew."""
     before = read(node.url, "vllm:num_preemptions_total")
     await grown(node, load, by)
     return int(read(node.url, "vllm:num_preemptions_total") - before)
@@ -133,14 +133,15 @@ async def test_sequences_of_the_greatest_length(node: Node, reported: ReportedCa
 
 
 async def test_short_sequences(node: Node, reported: ReportedCapacity) -> None:
-    """A block of attention each, and their states: of these the node holds more than of tokens."""
+    """One attention block and the states each: the states limit how many fit."""
     length = BLOCK - 16
     seen = await most_running(node, prompts(2 * reported.sequences, length // 2, 2), length // 2)
     assert reported.share(seen, length) <= 1 < reported.share(seen + 1, length + BLOCK)
 
 
 async def test_growing_sequences(node: Node, reported: ReportedCapacity) -> None:
-    """All get in; whether they can also grow is what the figure says: a block less than it, and a block more."""
+    """All are admitted. The figure says whether they can grow: at one block below it they can, at one above they
+    cannot."""
     start = reported.length(GROWING) - LATE
     assert await preemptions(node, growing(start, 10), LATE - BLOCK) == 0
     assert await preemptions(node, growing(start, 20), LATE + BLOCK) > 0

@@ -1,4 +1,4 @@
-"""The official clients, in the ways that people use them: what they ask for arrives, what they get is understood."""
+"""Official clients as people use them: their requests arrive, and they understand the answers."""
 
 from collections.abc import AsyncIterator
 from typing import Any, cast
@@ -24,13 +24,13 @@ LOOK_UP = {"type": "function", "function": {"name": "look_up", "description": "L
 
 
 def messages(question: Quiz) -> Any:
-    """As the client wants them."""
+    """The question's messages, typed as the client wants them."""
     return cast(Any, question.messages())
 
 
 @pytest.fixture
 async def anthropic(proxy: Proxy) -> AsyncIterator[AsyncAnthropic]:
-    """Anthropic's official client, pointed at the proxy."""
+    """Anthropic's client, pointed at the proxy."""
     http = DefaultAsyncHttpxClient(trust_env=False, timeout=REQUEST_TIMEOUT_S)
     async with AsyncAnthropic(
         base_url=proxy.url, api_key="none", timeout=REQUEST_TIMEOUT_S, max_retries=0, http_client=http
@@ -38,7 +38,7 @@ async def anthropic(proxy: Proxy) -> AsyncIterator[AsyncAnthropic]:
         yield pointed
 
 
-# -- what ends an answer
+# -- the end of an answer
 
 
 async def test_a_stop_string_ends_the_answer_before_itself(client: AsyncOpenAI) -> None:
@@ -75,7 +75,7 @@ async def test_min_tokens_keeps_the_model_talking(client: AsyncOpenAI) -> None:
     assert got.choices[0].text.startswith(QUESTION.answer)
 
 
-# -- what comes with the text
+# -- more than text
 
 
 async def test_logprobs_are_those_of_one_node(client: AsyncOpenAI, pair: Pair) -> None:
@@ -169,7 +169,7 @@ async def test_messages(anthropic: AsyncAnthropic) -> None:
         assert await stream.get_final_text() == QUESTION.answer
 
 
-# -- what clients get wrong
+# -- mistakes of clients
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a temperature below zero": ({"temperature": -1}, "temperature"),
@@ -181,7 +181,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "embeddings from outside": ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
 }
 WRONG_TOO = [name for name in WRONG if name != "stream options without a stream"]
-"""What is also wrong in a stream."""
+"""Mistakes that also apply to streams."""
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ async def test_an_unknown_model_is_not_found_by_either_client(client: AsyncOpenA
 
 
 def assert_shaped(refused: APIStatusError) -> None:
-    """An error in OpenAI's shape: a sentence, a type, and where it may be found in the log."""
+    """The error has OpenAI's shape: a sentence, a type, and the request id for the log."""
     error = cast(dict[str, Any], refused.response.json()["error"])
     assert {"message", "type", "code"} <= error.keys()
     assert len(error["message"].split()) >= 4

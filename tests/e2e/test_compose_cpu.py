@@ -1,4 +1,4 @@
-"""What `docker compose --profile cpu up` runs, run here without containers, serves requests by hand-overs."""
+"""The services of `docker compose --profile cpu up`, run without containers, answer by hand-overs."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
 @pytest.fixture(scope="module")
 def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composed]:
-    """Everything of the profile, healthy; logs lie in `.run/e2e-compose`."""
+    """All services of the profile, healthy. Logs: `.run/e2e-compose`."""
     with Supervisor(logs_of("e2e-compose")) as supervisor:
         yield start(supervisor, tmp_path_factory.mktemp("compose"))
 
 
 def tell(running: Running) -> None:
-    """SIGTERM to the first process, as a container engine sends it."""
+    """Send SIGTERM to the first process, as a container engine does."""
     [first] = [pid for pid, parent in parents().items() if parent == running.part.process.pid]
     os.kill(first, signal.SIGTERM)
 
@@ -46,7 +46,7 @@ def test_all_stay_healthy(composed: Composed) -> None:
 
 
 def test_all_end_in_time_when_they_are_told_to_and_cut_no_stream(composed: Composed) -> None:
-    """What stays for longer than its grace period, a container engine kills."""
+    """A container engine kills what still runs after its grace period."""
     question = recite(902, 900, 30)
     with chat(composed, question) as told:
         begun = next(told)

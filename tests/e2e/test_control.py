@@ -1,8 +1,8 @@
-"""The negative control: what tells a good hand-over from a bad one must tell, for each part that can be lost.
+"""The negative control: losing any part of a hand-over must show in the comparison that good hand-overs pass.
 
-The decode node holds a saboteur, who zeroes one part of a read that was just verified, before the request runs. Then
-the comparison that good reads pass must fail. A lost attention block is told by the text, since the name that is asked
-for lies in it; a lost state by the text or by the log-probabilities.
+A saboteur in the decode node zeroes one part of a read after its verification and before the request runs. A lost
+attention block shows in the text, for the name that is asked for is in that block. A lost state shows in the text or in
+the log-probabilities.
 """
 
 import random
@@ -25,12 +25,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 
 BLOCK = 256
 IN_CI_AND_LONG = (833, *(pytest.param(size, marks=pytest.mark.long) for size in (193, 1953)))
-"""Prompt lengths, each a boundary and one token: after a lost state the tokens that the decode node computes itself
-make it good again, sixteen of them so well that no answer shows it. The engines of a machine with two cores are slow,
-and CI has an end."""
+"""Prompt lengths: one token past a boundary. After a lost state the decode node's own tokens repair it, sixteen of them
+so well that no answer shows the loss. CI runs one length, because engines are slow on two cores."""
 SHOWN = 20
 TOLERANCE = 0.3
-"""In nats. Good hand-overs were seen at 0.06 and less, lost states at 0.5 and more."""
+"""In nats. Good hand-overs differed by at most 0.06, lost states by at least 0.5."""
 STATES = 3
 TRIES = 2
 BLOCKS = (
@@ -44,19 +43,19 @@ BLOCKS = (
 
 @dataclass(frozen=True)
 class FirstTokenAnswer:
-    """An answer; `first`: the log-probabilities of the likeliest first tokens."""
+    """An answer. `first`: the log-probabilities of the likeliest first tokens."""
 
     text: str
     first: dict[str, float]
 
     def away_from(self, other: "FirstTokenAnswer") -> float:
-        """How much likelier or less likely one of the digits is here than there, at most; in nats."""
+        """The largest difference in the log-probability of a digit, in nats."""
         both = self.first.keys() & other.first.keys()
         return max(abs(self.first[token] - other.first[token]) for token in both)
 
 
 def ask(node: Node, question: Quiz, params: Params | None = None) -> FirstTokenAnswer:
-    """A question to a node."""
+    """Ask a node."""
     body = {"model": SERVED_NAME, "prompt": question.prompt(), "max_tokens": 8, "temperature": 0, "logprobs": SHOWN}
     body |= {} if params is None else {"kv_transfer_params": params}
     got = httpx.post(f"{node.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
@@ -66,18 +65,18 @@ def ask(node: Node, question: Quiz, params: Params | None = None) -> FirstTokenA
 
 @dataclass(frozen=True)
 class Scene:
-    """A prefill node, and a decode node with the saboteur who reads `orders`."""
+    """A prefill node, and a decode node whose saboteur reads `orders`."""
 
     prefill: Node
     decode: Node
     orders: Orders
 
     def alone(self, question: Quiz) -> FirstTokenAnswer:
-        """What one node says by itself."""
+        """The answer of one node alone."""
         return ask(self.prefill, question)
 
     def handed(self, question: Quiz, *orders: Order) -> FirstTokenAnswer:
-        """What two nodes say, with the saboteur at work; every order is carried out."""
+        """The answer by a hand-over, with these orders; every order must have been carried out."""
         self.orders.give(*orders)
         got = ask(self.decode, question, prefill(self.prefill.url, question.prompt()))
         assert self.orders.done(len(orders)), "the read was not verified"
@@ -86,7 +85,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """Two nodes for all tests here; logs lie in `.run/e2e-control`."""
+    """Two nodes for all tests here. Logs: `.run/e2e-control`."""
     orders = tmp_path_factory.mktemp("control") / "orders"
     decode = sabotaged(NodeSpec("decode", Role.DECODE, 0, 0), orders)
     with Supervisor(logs_of("e2e-control")) as supervisor:
@@ -97,12 +96,12 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 
 def same(one: FirstTokenAnswer, other: FirstTokenAnswer) -> bool:
-    """The comparison on trial."""
+    """The comparison under test."""
     return one.text == other.text and one.away_from(other) <= TOLERANCE
 
 
 def state_groups(scene: Scene) -> list[int]:
-    """The groups that hold one block however long the prompt is."""
+    """The groups with one block for any prompt length."""
     name = secrets.token_hex(16)
     ids = prefill(scene.prefill.url, quiz(800, 800).prompt(), pdproxy_hand_over=name)["remote_block_ids"]
     release(scene.prefill.url, name)
@@ -110,7 +109,7 @@ def state_groups(scene: Scene) -> list[int]:
 
 
 def asking_in_block(seed: int, size: int, block: int) -> Quiz:
-    """An exam that asks for a name whose whole line lies in that block of the prompt."""
+    """An exam that asks for a name whose whole line lies in this block of the prompt."""
     paper = quiz(seed, size)
     within = [
         name

@@ -1,7 +1,7 @@
-"""A decode node whose cache holds one long prompt: reads that end badly, or fill it, hold up nobody else.
+"""A decode node whose cache holds one long prompt: reads that fail or fill the cache delay no other request.
 
-The prefill node is killed, or frozen, while the decode node reads a prompt of 2,150 tokens into 12 of its 23 blocks. A
-short request without a ticket comes behind it. Deadlines are the defaults.
+The prefill node is killed or frozen while the decode node reads a prompt of 2,150 tokens into 12 of its 23 blocks. A
+short request without a ticket follows. Deadlines are the defaults.
 """
 
 import time
@@ -28,16 +28,17 @@ LONG, SHORT = 2150, 300
 BLOCK = 256
 """Tokens of a block."""
 SECONDS = 15.0
-"""For an answer. Without `connector.admission` both requests waited for as long as their clients did."""
+"""Seconds for an answer. Without `connector.admission` both requests waited until their clients left."""
 POSTED_S = 1.0
-"""From the allocation of a read's blocks until it is surely posted; the prefill node counts as silent after 6 s."""
+"""Seconds from the allocation of a read's blocks until it is surely posted. The prefill node counts as silent after 6
+s."""
 PATIENCE_S = 60.0
-"""For what is no promise."""
+"""Seconds for steps that no test here measures."""
 
 
 @dataclass
 class Scene:
-    """Both nodes; the prefill node may be struck."""
+    """Both nodes. Tests may break the prefill node."""
 
     supervisor: Supervisor
     prefill: Node
@@ -46,32 +47,32 @@ class Scene:
     seeds: Iterator[int] = field(default_factory=lambda: iter(range(5000, 5400)))
 
     def question(self, tokens: int) -> Quiz:
-        """One that no node has seen."""
+        """A question that no node has seen."""
         return quiz(next(self.seeds), tokens)
 
     def ask(self, tokens: int, *, struck: bool = False) -> "Future[float]":
-        """A client's request to the decode node: seconds until the right answer.
+        """Ask the decode node as a client does: seconds until the right answer.
 
-        `struck`: it comes with a ticket of the prefill node, which then is stopped.
+        `struck`: the request has a ticket of the prefill node, which is then stopped.
         """
         question = self.question(tokens)
         ticket = prefill(self.prefill.url, question.prompt()) if struck else None
         if struck:
             strike(self.prefill.part, ProcessFault.STOPPED)
-        return self.pool.submit(self.answered, question, ticket)
+        return self.pool.submit(self.seconds_to_answer, question, ticket)
 
-    def answered(self, question: Quiz, ticket: Params | None) -> float:
+    def seconds_to_answer(self, question: Quiz, ticket: Params | None) -> float:
         """Seconds until the right answer."""
         began = time.monotonic()
         assert complete(self.decode.url, question.prompt(), params=ticket).text == question.answer
         return time.monotonic() - began
 
     def usage(self) -> float:
-        """The share of the decode node's cache that is held."""
+        """The share of the decode node's cache in use."""
         return read(self.decode.url, "vllm:kv_cache_usage_perc")
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for it."""
+        """Wait until the condition holds."""
         limit = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < limit
@@ -80,7 +81,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    """Logs lie in `.run/e2e-crowded-cache`."""
+    """Logs: `.run/e2e-crowded-cache`."""
     with Supervisor(logs_of("e2e-crowded-cache")) as supervisor, ThreadPoolExecutor(4) as pool:
         specs = on_free_ports(
             NodeSpec("prefill", Role.PREFILL, 0, 0, max_model_len=LONGEST),
@@ -91,7 +92,7 @@ def scene() -> Iterator[Scene]:
 
 
 def test_a_prefill_node_that_is_frozen_in_mid_read(scene: Scene) -> None:
-    """The blocks under the read stay out of use, and the long prompt does not fit beside them: the short one passes."""
+    """The read's blocks stay in use, and the long prompt does not fit beside them. The short one overtakes it."""
     hand_over(scene.prefill.url, scene.decode.url, scene.question(SHORT))
     given_up = watch(scene.decode.url, "reads", outcome="no_progress")
     long = scene.ask(LONG, struck=True)
@@ -111,20 +112,20 @@ def test_a_prefill_node_that_is_frozen_in_mid_read(scene: Scene) -> None:
 
 
 def test_reads_that_take_all_blocks_between_them(scene: Scene) -> None:
-    """12 blocks and 11: each has its state's next block to wait for. The prefill node stands still until both are asked
-    for, so that none computes meanwhile."""
+    """Two reads take 12 and 11 blocks; each also waits for its state's next block. The prefill node is stopped until
+    both requests are there, so that neither is computed meanwhile."""
     tickets = [(each, prefill(scene.prefill.url, each.prompt())) for each in map(scene.question, (LONG, LONG - BLOCK))]
     strike(scene.prefill.part, ProcessFault.STOPPED)
-    answered = [scene.pool.submit(scene.answered, *each) for each in tickets]
+    asked = [scene.pool.submit(scene.seconds_to_answer, *each) for each in tickets]
     scene.until(lambda: scene.usage() > 0.4)
     time.sleep(POSTED_S)
     go_on(scene.prefill.part)
-    assert max(each.result(timeout=PATIENCE_S) for each in answered) < SECONDS
+    assert max(each.result(timeout=PATIENCE_S) for each in asked) < SECONDS
     scene.until(lambda: scene.usage() == 0)
 
 
 def test_a_prefill_node_that_is_killed_in_mid_read(scene: Scene) -> None:
-    """It is stopped first, so that the read is surely under way when it dies."""
+    """The node is stopped before it is killed, so that the read is surely under way when it dies."""
     hand_over(scene.prefill.url, scene.decode.url, scene.question(SHORT))
     failed = watch(scene.decode.url, "reads", outcome="transfer_failed")
     long = scene.ask(LONG, struck=True)

@@ -1,7 +1,7 @@
-"""The network of the reads is cut between two nodes, which go on with everything else: one request pays for it.
+"""The data network between two nodes is cut while everything else works: only one request waits for it.
 
-The data network swallows packets, as no refused connection would. The requests after the first one are computed at
-once, hold nothing, and their leases end at once; soon after the cut has healed, prompts are handed over again.
+Packets are dropped, not refused. Requests after the first one are computed at once and hold nothing; their leases end
+at once. Soon after the network is back, prompts are handed over again.
 """
 
 import time
@@ -45,7 +45,7 @@ class Scene:
         return quiz(next(self.seeds), 800)
 
     def ask(self) -> float:
-        """One request with both legs; seconds of the second one."""
+        """Send one request with both legs. Returns the seconds of the second leg."""
         question = self.question()
         ticket = prefill(self.prefill.url, question.prompt())
         began = time.monotonic()
@@ -53,13 +53,13 @@ class Scene:
         return time.monotonic() - began
 
     def held(self) -> tuple[float, float]:
-        """The shares of the decode and the prefill node's caches that are held."""
+        """The shares of the decode and the prefill node's caches in use."""
         return read(self.decode.url, USAGE), read(self.prefill.url, USAGE)
 
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    """Logs lie in `.run/e2e-cut`."""
+    """Logs: `.run/e2e-cut`."""
     with Network() as network, Supervisor(logs_of("e2e-cut")) as supervisor:
         give = network.start(supervisor, NodeSpec("prefill", Role.PREFILL, 0, 0, gpu_blocks=BLOCKS))
         take = network.start(supervisor, NodeSpec("decode", Role.DECODE, 0, 0, gpu_blocks=BLOCKS))
@@ -73,7 +73,7 @@ def scene() -> Iterator[Scene]:
 def test_one_request_pays_for_a_cut_and_hand_overs_go_on_soon_after_it(
     scene: Scene, known: bool, seconds: float
 ) -> None:
-    """Strangers make their NIXL handshake into the cut network."""
+    """Nodes that have not met make their NIXL handshake while the network is cut."""
     if known:
         hand_over(scene.prefill.url, scene.decode.url, scene.question())
     expired = watch(scene.prefill.url, "leases_ended", how="expired")

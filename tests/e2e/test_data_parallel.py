@@ -1,7 +1,8 @@
 """Two data-parallel ranks on each node: every rank has its own side channel, leases, releases and cache.
 
-The model is dense: vLLM runs its ranks as engines of their own. (The ranks of a mixture of experts step together, which
-vLLM's CPU build cannot do.) It has attention alone, so these are also the tests of a plain attention model.
+The model is dense, because vLLM runs the ranks of a dense model as separate engines. (Ranks of a mixture of experts
+step together, which vLLM's CPU build cannot do.) It has only attention, so that these tests also cover plain attention
+models.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pdproxy.transport.h1_client import H1Transport
 from pdproxy.transport.port import Timeouts
 from tests.e2e.dense import Dense, make_dense, tokens
 from tests.e2e.metrics_reader import watch
-from tests.e2e.ranks import Rank, answered, draw
+from tests.e2e.ranks import Rank, complete_ids, draw
 from tests.events.feeds import Caches, subscribed
 from tests.events.test_subscription import PATIENT
 
@@ -40,12 +41,12 @@ RANKS = 2
 BLOCK = 128
 """Tokens in a block of the CPU build."""
 BLOCKS = 128
-"""Of each rank: four of the longest prompts."""
+"""Blocks of each rank: four of the longest prompts."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """All that there are."""
+    """All ranks."""
 
     give: list[Rank]
     take: list[Rank]
@@ -53,7 +54,7 @@ class Ranks:
 
 
 def spec(name: str, role: Role, model: Dense) -> NodeSpec:
-    """A node of this model."""
+    """A node with this model."""
     return NodeSpec(
         name,
         role,
@@ -114,7 +115,7 @@ def test_a_release_is_for_the_rank_that_it_is_sent_to(ranks: Ranks, model: Dense
 
 
 async def test_each_rank_publishes_what_it_caches(ranks: Ranks, model: Dense) -> None:
-    """At ports of its own, and the proxy finds them all."""
+    """Each rank publishes at a port of its own, and the proxy finds them all."""
     give = ranks.give
     url = give[0].node.url
     async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
@@ -151,7 +152,7 @@ def test_through_the_proxy_answers_are_right_on_whichever_ranks_vllm_picks(ranks
     ended = [rank.watch("leases_ended", how="read") for rank in ranks.give]
     verified = watch(take.url, "reads", outcome="verified")
     for each in asked:
-        assert answered(url, each.prompt)["choices"][0]["token_ids"] == each.answer
+        assert complete_ids(url, each.prompt)["choices"][0]["token_ids"] == each.answer
     verified.reaches(len(asked))
     for one in ended:
         one.reaches(1)

@@ -1,8 +1,8 @@
-"""A prefill and a decode node that differ in what the bytes mean: refused before anything is read, and said why.
+"""Nodes that differ in the meaning of the cache's bytes: tickets are refused before a read, with the reason.
 
-`pdproxy check` names the same difference of the same nodes. Nodes that do not differ are never refused.
+`pdproxy check` names the same difference. Nodes that do not differ are never refused.
 
-Layouts and FP8 caches cannot be started on a CPU: `tests/connector/test_node_fingerprint.py`.
+Layouts and FP8 caches cannot be started on a CPU; `tests/connector/test_node_fingerprint.py` covers them.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from tests.e2e.triton_nodes import ModelRunner, needs_triton, with_triton
 pytestmark = pytest.mark.e2e
 
 HONEST = 200
-"""Hand-overs between two nodes that do not differ; 0 refused of so many is at most 1.5 % with 95 % certainty."""
+"""Hand-overs between nodes that do not differ. With 0 refusals the rate is at most 1.5 %, with 95 % confidence."""
 HONEST_RANKS = 20
-"""The same between nodes of different numbers of ranks."""
+"""The same between nodes with different numbers of ranks."""
 CHECKED_WITHIN_S = 60.0
 
 
 @contextmanager
 def started(spec: NodeSpec) -> Iterator[Node]:
-    """One node of this test's own."""
+    """A node of this test alone."""
     with Supervisor(logs_of("differences")) as supervisor:
         yield start_nodes(supervisor, [spec], print)[0]
 
 
 def parts(url: str) -> dict[str, str]:
-    """A node's fingerprint, off its metrics."""
+    """A node's fingerprint, from its metrics."""
     text = httpx.get(f"{url}/metrics", timeout=PATIENCE_S, trust_env=False).raise_for_status().text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     told = [sample.labels for sample in samples if sample.name == "pdproxy_connector_fingerprint"]
@@ -54,7 +54,7 @@ def parts(url: str) -> dict[str, str]:
 
 
 def refuses_and_answers_right(give: Node, take: Node, oddity: Oddity) -> None:
-    """Every ticket is refused for what differs, every answer is right, and so is the next without a ticket."""
+    """Every ticket is refused for this difference; every answer is right, as is the next one without a ticket."""
     here, there = parts(take.url), parts(give.url)
     assert here[oddity.part] != there[oddity.part]
     assert here["all"] != there["all"]
@@ -76,7 +76,7 @@ def refuses_and_answers_right(give: Node, take: Node, oddity: Oddity) -> None:
 
 
 def checked(*nodes: Node) -> tuple[int, list[str]]:
-    """The exit status of `pdproxy check` for these nodes, and the lines that it prints."""
+    """Run `pdproxy check` on these nodes: its exit status and output lines."""
     line = [sys.executable, "-m", "pdproxy", "check"]
     for node in nodes:
         line += ["--prefill" if node.spec.role is Role.PREFILL else "--decode", node.url]
@@ -86,7 +86,7 @@ def checked(*nodes: Node) -> tuple[int, list[str]]:
 
 
 def named_by_check(give: Node, take: Node, oddity: Oddity) -> None:
-    """`pdproxy check` ends with 1, and says of either node what differs and which flag to align."""
+    """`pdproxy check` exits with 1, and names for both nodes the difference and the flag to align."""
     status, lines = checked(give, take)
     assert status == 1
     here, there = parts(take.url)[oddity.part], parts(give.url)[oddity.part]

@@ -1,6 +1,6 @@
-"""The same answer as vLLM alone: odd values in every field of vLLM's own schema, to one engine and through the proxy.
+"""Odd values in every field of vLLM's own schema: the proxy's answer is one engine's answer.
 
-`make test-differential` runs the whole grid; here every field and every odd value has its turn.
+`make test-differential` runs the whole grid; this test covers every field and every odd value once.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ SHOWN = 20
 
 
 def good_bodies(question: Quiz) -> Mapping[Endpoint, Mapping[str, Any]]:
-    """A good request for each endpoint: a question that the tiny model surely answers in one way."""
+    """A good request for each endpoint, with a question that the tiny model answers in one way only."""
     common = {"model": SERVED_NAME, "temperature": 0}
     messages = question.messages()
     return {
@@ -40,13 +40,13 @@ def good_bodies(question: Quiz) -> Mapping[Endpoint, Mapping[str, Any]]:
 
 
 def grid_of(node: Node) -> list[Case]:
-    """All cases, by the node's own schema."""
+    """All cases, from the node's own schema."""
     document = httpx.get(f"{node.url}/openapi.json", trust_env=False, timeout=60).json()
     return list(cases(document, good_bodies(quiz(1, PROMPT_TOKENS))))
 
 
 def found_by(proxy: Proxy, reference: Node, chosen: Sequence[Case]) -> list[Difference]:
-    """All differences; no node may have been blamed for a request."""
+    """All differences. No node may have been blamed for a request."""
     found = asyncio.run(compare(reference.url, proxy.url, chosen))
     nodes = httpx.get(f"{proxy.admin_url}/nodes", trust_env=False).json()["nodes"]
     assert {node["state"] for node in nodes} == {State.UP}, nodes
@@ -54,7 +54,7 @@ def found_by(proxy: Proxy, reference: Node, chosen: Sequence[Case]) -> list[Diff
 
 
 def report(differences: Sequence[Difference]) -> str:
-    """The first ones, with what both said."""
+    """The first differences, with both answers."""
     shown = "\n\n".join(f"{each.case.name}\n{each.told}" for each in differences[:SHOWN])
     return f"{len(differences)} differences have no row in {LEDGER.name}; the first ones:\n\n{shown}"
 

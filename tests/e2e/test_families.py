@@ -1,7 +1,7 @@
-"""Every family of hybrid models that the documentation names is handed over, and right against transformers.
+"""Every family of hybrid models in the documentation is handed over, and answers as transformers does.
 
-A pair of nodes for each family, with little room: prompts are longer than one step's budget, and eight requests at once
-do not fit the decode node's cache. What these tests would not see is shown by one that loses a state on purpose.
+Each family has a pair of nodes with little room: prompts exceed one step's budget, and eight requests at once exceed
+the decode node's cache. One test loses a state on purpose, to show that these tests would notice.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ BUDGET = 512
 LONGEST = 1536
 BLOCKS = {Role.PREFILL: 512, Role.DECODE: 40}
 ANSWER, LONG_ANSWER = 12, 59
-"""Tokens. The long one crosses into another block after 998 tokens of prompt."""
+"""Tokens. The long answer needs another block after 998 tokens of prompt."""
 AT_ONCE = 8
 STREAMED, SEEN = 300, 20
-"""Tokens of a stream, and those of it after which its node dies."""
+"""Tokens of a stream, and those after which its node dies."""
 LOST = 0.05
-"""Nats by which an answer is off at least when one layer's state was lost."""
+"""The least error of an answer in nats when one layer's state is lost."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a node answered: token ids, the log-probability of each, and how many of the prompt's were cached."""
+    """A node's answer: token ids, the log-probability of each, and how many prompt tokens were cached."""
 
     prompt: list[int]
     tokens: list[int]
@@ -73,7 +73,7 @@ class Said:
 
 
 def ask(url: str, prompt: list[int], params: Params | None = None, most: int = ANSWER) -> Said:
-    """A greedy completion. Raises httpx.HTTPError, and AssertionError with what a node refused."""
+    """A greedy completion. Raises httpx.HTTPError, or AssertionError with a node's refusal."""
     body: dict[str, Any] = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": most, "temperature": 0}
     body |= {"logprobs": 1, "return_token_ids": True} | ({} if params is None else {"kv_transfer_params": params})
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
@@ -96,12 +96,13 @@ class Truth:
         import torch
         from transformers import AutoModelForCausalLM
 
-        torch.set_num_threads(1)  # more of them spin, on cores that the nodes use
+        torch.set_num_threads(1)  # more threads would spin on cores that the nodes use
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
     def off(self, said: Said) -> float:
-        """By how many nats an answer is off at most: each token's log-probability, and its distance from the best."""
+        """The largest error of an answer in nats: of each token's log-probability, and of its distance from the best
+        token."""
         ids = self._torch.tensor([[*said.prompt, *said.tokens]])
         with self._torch.inference_mode():
             logits = self._model(ids, use_cache=False).logits[0, len(said.prompt) - 1 : -1].float()
@@ -113,7 +114,7 @@ class Truth:
 
 @dataclass
 class Scene:
-    """A family's pair, and what is right."""
+    """A family's pair, and the right answers."""
 
     family: Family
     supervisor: Supervisor
@@ -125,11 +126,11 @@ class Scene:
     seeds: Iterator[int] = field(default_factory=lambda: iter(range(500, 900)))
 
     def prompt(self, tokens: int, lines: int = 12) -> list[int]:
-        """One that no node has seen, as token ids: transformers has tokenizers of its own for some models."""
+        """A prompt that no node has seen, as token ids: transformers has tokenizers of its own for some models."""
         return list(Tokenizer.from_file(TOKENIZER).encode(recite(next(self.seeds), tokens, lines).prompt()).ids)
 
     def ticket(self, prompt: list[int]) -> Params | None:
-        """The prefill leg."""
+        """Send the prefill leg."""
         return ask(self.give.url, prompt, TO_HAND_OVER, 1).ticket
 
     def hand_over(self, prompt: list[int]) -> Said:
@@ -137,7 +138,7 @@ class Scene:
         return hand_over(self.give, self.take, prompt)
 
     def require_right(self, *answers: Said) -> None:
-        """Print by how much they are off, and raise AssertionError where it is more than rounding."""
+        """Print the errors of these answers, and raise AssertionError if one is larger than rounding."""
         off = max(map(self.truth.off, answers))
         print(f"{self.family.name}: off by {off:.1e} nats at most in {len(answers)} answers")
         assert off < self.family.rounding
@@ -147,7 +148,7 @@ class Scene:
         return family_node(little(name, role, ranks), self.family, self.give.spec.model, self.folder)
 
     def state_group(self) -> int:
-        """The place of the first group of states in what is read."""
+        """The place of the first group of states in a read."""
         place = 0
         for run in parts(self.take.url)["cache_groups"].split(","):
             kind, _, length = run.partition("*")
@@ -157,7 +158,7 @@ class Scene:
         raise AssertionError("the model has no group of states")
 
     def restart(self, node: Node) -> Node:
-        """A node that was killed, started anew at its ports."""
+        """Start a killed node again at its ports."""
         self.supervisor.stop(node.part)
         started = start_node(self.supervisor, node.spec)
         await_nodes(self.supervisor, [started], print)
@@ -165,7 +166,7 @@ class Scene:
 
 
 def little(name: str, role: Role, ranks: int = 1) -> NodeSpec:
-    """A node with small steps, and, where it decodes, with little room."""
+    """A node with small steps; a decode node also has little room."""
     return NodeSpec(
         name, role, 0, 0, max_model_len=LONGEST, gpu_blocks=BLOCKS[role], tensor_parallel_size=ranks,
         more_arguments=("--max-num-batched-tokens", str(BUDGET)),
@@ -178,7 +179,7 @@ def hand_over(give: Node, take: Node, prompt: list[int]) -> Said:
 
 
 SHORT = (GRANITE, JAMBA)
-"""One of each kind of state; gated delta nets are those of the model in all other end-to-end tests."""
+"""One model for each kind of state. Gated delta nets are covered by the model of all other end-to-end tests."""
 LONG = (KIMI_LINEAR, NEMOTRON_H, FALCON_H1, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 CASES = [*SHORT, *(pytest.param(family, marks=pytest.mark.long) for family in LONG)]
 
@@ -198,12 +199,12 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def verified(node: Node) -> tuple[Watch, Watch]:
-    """Of a node's reads, those that counted, and all."""
+    """Watch a node's reads: the verified ones, and all."""
     return watch(node.url, "reads", outcome="verified"), watch(node.url, "reads")
 
 
 def test_one_engine_and_a_pair_say_what_transformers_says(scene: Scene) -> None:
-    """Prompts of one step, and such as take two."""
+    """Prompts of one step and of two."""
     good, ended = verified(scene.take)
     prompts = [scene.prompt(tokens) for tokens in LENGTHS]
     handed = [scene.hand_over(prompt) for prompt in prompts]
@@ -212,7 +213,7 @@ def test_one_engine_and_a_pair_say_what_transformers_says(scene: Scene) -> None:
     scene.require_right(*handed)
     same = [ask(scene.give.url, prompt) for prompt in prompts]
     scene.require_right(*same)
-    if scene.family.dtype == "float32":  # two tokens may be as likely but for the rounding of bfloat16
+    if scene.family.dtype == "float32":  # two tokens may be equally likely but for the rounding of bfloat16
         assert [said.tokens for said in handed] == [said.tokens for said in same]
     ended.reaches(len(LENGTHS))
     assert good.grown() == len(LENGTHS)
@@ -220,7 +221,7 @@ def test_one_engine_and_a_pair_say_what_transformers_says(scene: Scene) -> None:
 
 
 def test_both_nodes_go_on_from_what_was_handed_over(scene: Scene) -> None:
-    """The same prompt again, and the next turn: without a ticket, from the state that was read, or that was kept."""
+    """The same prompt again, and the next turn, without a ticket: from the state that was read, or was kept."""
     for tokens in LENGTHS:
         prompt = scene.prompt(tokens)
         first = scene.hand_over(prompt)
@@ -244,7 +245,7 @@ def test_several_at_once_with_and_without_a_ticket(scene: Scene) -> None:
 
 
 def test_requests_that_are_preempted_end_as_if_they_had_not_been(scene: Scene) -> None:
-    """The decode node's cache holds the prompts of five; their answers cross into another block."""
+    """The decode node's cache holds five of the prompts; their answers need another block."""
     before = read(scene.take.url, "vllm:num_preemptions_total")
     prompts = [scene.prompt(LENGTHS[-1]) for _ in range(AT_ONCE)]
     tickets = [scene.ticket(prompt) for prompt in prompts]
@@ -259,7 +260,7 @@ def test_requests_that_are_preempted_end_as_if_they_had_not_been(scene: Scene) -
 
 @pytest.mark.parametrize("state", [0, 1], ids=["convolution", "recurrent"])
 def test_a_state_that_is_lost_is_seen(scene: Scene, state: int) -> None:
-    """The negative control of all other tests here: after a verified read one layer's state is zeroed."""
+    """The negative control of the other tests here: one layer's state is zeroed after a verified read."""
     scene.orders.give(Order(Moment.VERIFIED, group=scene.state_group(), block=-1, state=state))
     said = scene.hand_over(scene.prompt(LENGTHS[1]))
     scene.orders.await_done(1)
@@ -270,9 +271,9 @@ def test_a_state_that_is_lost_is_seen(scene: Scene, state: int) -> None:
 
 @pytest.mark.long
 def test_nodes_of_one_and_of_two_ranks_are_right_or_refuse_each_other_by_name(scene: Scene) -> None:
-    """Without the parts `state_groups` and `state_shapes` of the fingerprint the pairs of models with one group are
-    read wrong (Granite's by 0.097 nats), while each read is counted as verified. Every offset of every such pair:
-    `tests/connector/test_peer_layouts.py`."""
+    """Without the fingerprint's parts `state_groups` and `state_shapes`, pairs of models with one group are read wrong
+    (Granite's by 0.097 nats), and each read counts as verified. `tests/connector/test_peer_layouts.py` covers every
+    offset of every such pair."""
     roles = Role.PREFILL, Role.DECODE
     specs = [scene.node(f"{role.name.lower()}-of-two", role, ranks=2) for role in roles]
     with Supervisor(logs_of(f"families-ranks-{scene.family.name}")) as supervisor:
@@ -286,7 +287,7 @@ def test_nodes_of_one_and_of_two_ranks_are_right_or_refuse_each_other_by_name(sc
 
 
 def handed_over_between(scene: Scene, give: Node, take: Node) -> None:
-    """Every rank's read is verified, and `pdproxy check` finds nothing that differs."""
+    """Every rank's read is verified, and `pdproxy check` finds no difference."""
     good, _ = verified(take)
     scene.require_right(*(hand_over(give, take, scene.prompt(tokens)) for tokens in LENGTHS))
     good.reaches(len(LENGTHS) * take.spec.tensor_parallel_size)
@@ -308,7 +309,7 @@ def refused_between(scene: Scene, give: Node, take: Node, part: str) -> None:
 
 @pytest.mark.long
 def test_a_decode_node_that_dies_in_a_stream_costs_no_token(scene: Scene) -> None:
-    """The stream goes on at the prefill node, from what the journal of the dead one said."""
+    """The stream goes on at the prefill node, from the dead node's journal."""
     prompt = scene.prompt(LENGTHS[1], lines=STREAMED // 5)
     settings = {"PDPROXY_POLICY_ON_NO_DECODE": "prefill", "PDPROXY_POLICY_ITL_BUDGET": "0"}
     with Supervisor(logs_of(f"families-proxy-{scene.family.name}")) as supervisor:
@@ -322,7 +323,7 @@ def test_a_decode_node_that_dies_in_a_stream_costs_no_token(scene: Scene) -> Non
 
 
 def streamed(url: str, prompt: list[int], then: Callable[[], None]) -> Said:
-    """What a stream says; `then` is called once, after `SEEN` tokens."""
+    """The contents of a stream. `then`: called once, after `SEEN` tokens."""
     body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": STREAMED, "temperature": 0, "stream": True}
     body |= {"return_token_ids": True, "logprobs": 1, "ignore_eos": True}
     said = Said(prompt, [], [], 0, None)
@@ -338,7 +339,7 @@ def streamed(url: str, prompt: list[int], then: Callable[[], None]) -> Said:
 
 
 def choices(line: str) -> list[Any]:
-    """Of an event's line; none of other lines."""
+    """The choices in an event's line; none in other lines."""
     data = line.removeprefix("data: ")
     return list(json.loads(data)["choices"]) if data.startswith("{") else []
 

@@ -1,8 +1,8 @@
-"""A flood of one API key on real nodes: how long another key waits for its first token meanwhile.
+"""One API key floods real nodes: how long another key waits for its first token.
 
-Both nodes and the flood's clients share this machine's cores, so that whatever one node does slows the other. So what
-the quiet key waits is compared with three: nobody else asks, the other key asks for one thing at a time, and the same
-flood at a proxy that holds nothing back (`limits.reserve: 0`).
+Nodes and clients share this machine's cores. So the quiet key's wait is compared with three others: with no other
+requests, with one request at a time of the other key, and with the same flood at a proxy without a reserve
+(`limits.reserve: 0`).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.e2e.metrics_reader import read
 pytestmark = pytest.mark.e2e
 
 CALLERS = 24
-"""Of the flood, each with one request at a time."""
+"""Callers in the flood, each with one request at a time."""
 LENGTH = 1000
 """Tokens of every prompt."""
 KEYS = "sk-flood flood\nsk-quiet quiet\n"
@@ -37,7 +37,7 @@ SEEDS = itertools.count(810_000)
 
 
 class Moment(StrEnum):
-    """What goes on while the quiet key asks."""
+    """The other key's load while the quiet key asks."""
 
     ALONE = "alone"
     ONE = "with one caller of the other key"
@@ -47,7 +47,7 @@ class Moment(StrEnum):
 
 @dataclass
 class Seen:
-    """Seconds to the first token of the quiet key's requests; answers of the flood, and the seconds that it ran."""
+    """Seconds to the first token of the quiet key's requests; answers in the flood, and its seconds."""
 
     waits: dict[Moment, list[float]] = field(default_factory=lambda: {moment: [] for moment in Moment})
     flood: dict[Moment, list[float]] = field(default_factory=lambda: {moment: [0.0, 0.0] for moment in Moment})
@@ -68,7 +68,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def proxies(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Moment, Proxy]]:
-    """One with shares and one without, before the same nodes; logs lie in `.run/e2e-flood`."""
+    """One proxy with shares and one without, before the same nodes. Logs: `.run/e2e-flood`."""
     keys = tmp_path_factory.mktemp("keys") / "api.keys"
     keys.write_text(KEYS)
     nodes = [pair.prefill, pair.decode]
@@ -83,7 +83,7 @@ def _spec(keys: Path, **more: str) -> ProxySpec:
 
 
 async def ask(client: httpx.AsyncClient, key: str) -> float:
-    """One stream, read to its end, and right: seconds to its first token."""
+    """Read one stream to its end; it must be right. Returns the seconds to its first token."""
     asked = quiz(next(SEEDS), LENGTH)
     body = {"model": SERVED_NAME, "prompt": asked.prompt(), "max_tokens": 8, "temperature": 0, "stream": True}
     began, first = time.monotonic(), 0.0
@@ -99,7 +99,7 @@ async def ask(client: httpx.AsyncClient, key: str) -> float:
 
 @contextlib.asynccontextmanager
 async def flood(client: httpx.AsyncClient, seen: Seen, moment: Moment) -> AsyncIterator[None]:
-    """All its callers ask while inside."""
+    """Run the flood's callers while inside."""
 
     async def again_and_again() -> None:
         while True:
@@ -121,7 +121,7 @@ async def flood(client: httpx.AsyncClient, seen: Seen, moment: Moment) -> AsyncI
 
 
 async def measured(proxies: dict[Moment, Proxy], requests: dict[Moment, int], rounds: int) -> Seen:
-    """So many quiet requests of each moment, in turns."""
+    """Send so many quiet requests under each load, by turns."""
     seen = Seen()
     for _ in range(rounds):
         for moment, count in requests.items():
@@ -130,7 +130,7 @@ async def measured(proxies: dict[Moment, Proxy], requests: dict[Moment, int], ro
             async with httpx.AsyncClient(
                 base_url=proxy.url, timeout=REQUEST_TIMEOUT_S, trust_env=False, limits=limits
             ) as client:
-                await ask(client, "quiet")  # it is known to ask, and connections stand
+                await ask(client, "quiet")  # the key is known to ask, and connections are open
                 async with contextlib.AsyncExitStack() as stack:
                     if moment is not Moment.ALONE:
                         await stack.enter_async_context(flood(client, seen, moment))

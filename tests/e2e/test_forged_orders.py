@@ -1,6 +1,6 @@
-"""A client cannot put words into an engine's mouth: a resume order that the node did not make ends its request alone.
+"""A resume order that the node did not sign, such as a client's, ends its own request and no other.
 
-Orders that the node makes itself are the tests of streams that move.
+Orders that the node signs itself are covered by the tests of streams that move.
 """
 
 from __future__ import annotations

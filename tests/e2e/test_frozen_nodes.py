@@ -1,6 +1,6 @@
-"""A decode node that is stopped, all of it or its engine core alone, is given up within two seconds; a busy one is not.
+"""A stopped decode node is given up within two seconds, also if only its engine core stops; a busy one is not.
 
-Two decode nodes that compute their prompts themselves, so that all that is waited for is theirs.
+Two decode nodes compute their prompts themselves, so that every wait is theirs.
 """
 
 import asyncio
@@ -26,20 +26,20 @@ ENVIRONMENT = {
     "PDPROXY_HEALTH_INTERVAL": "1",
     "PDPROXY_HEALTH_SLOW_START": "0",
     "PDPROXY_POLICY_ROUTING": "least-loaded",  # by what is cached all streams may go to the node that is not stopped
-    "PDPROXY_HEALTH_SILENCE": "0.1",  # on a quick machine no prompt of this model takes the usual 0.4 s
+    "PDPROXY_HEALTH_SILENCE": "0.1",  # on a fast machine no prompt of this model takes the usual 0.4 s
 }
 LONGEST = 4096
 """Tokens of a prompt, with its answer."""
 PROMPTS = 16
 SILENCE = "pdproxy_silence_probes_total"
 SOON = 4.0
-"""Seconds for a node to be given up on a machine that is busy: two, and as much again."""
+"""Seconds until a node is given up on a busy machine: twice the usual two."""
 PATIENCE = 120.0
 
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    """Two nodes and a proxy; logs lie in `.run/e2e-frozen`."""
+    """Two nodes and a proxy. Logs: `.run/e2e-frozen`."""
     specs = [NodeSpec(f"decode-{at}", Role.DECODE, 0, 0) for at in range(2)]
     with Supervisor(logs_of("e2e-frozen")) as supervisor:
         yield start_stack(supervisor, specs, ProxySpec(more_environment=ENVIRONMENT), print)
@@ -101,7 +101,7 @@ async def test_a_stopped_node_is_given_up_and_comes_back(
 
 
 async def _until_state(stack: Stack, state: str) -> float:
-    """When decode-0 is in this state, in monotonic seconds."""
+    """The monotonic second when decode-0 reaches this state."""
     async with asyncio.timeout(PATIENCE):
         while await _state(stack) != state:  # noqa: ASYNC110
             await asyncio.sleep(0.02)

@@ -1,8 +1,8 @@
-"""What is held for reads that were given up comes back by itself, on both nodes, when the prefill node wakes.
+"""Blocks held for reads that were given up are freed on both nodes when the prefill node resumes.
 
-The prefill node is stopped for nine seconds, under five reads that are posted or before it is known; the decode node
-gives them up and computes. From the moment in which the prefill node goes on nobody sends a request to either node:
-within a second both caches are as before, and every lease has ended as read or released. Deadlines are the defaults.
+The prefill node is stopped for nine seconds, under five posted reads or before the decode node knows it. The decode
+node gives the reads up and computes. From the moment the prefill node resumes, no request goes to either node: within a
+second both caches are as before, and every lease has ended as read or released. Deadlines are the defaults.
 """
 
 import os
@@ -29,14 +29,14 @@ BLOCKS = 128
 STOPPED_S = 9.0
 BACK_WITHIN_S = 1.0
 PATIENCE_S = 60.0
-"""For what this file prints however long it takes, and for what is no promise."""
+"""Seconds for steps that are only printed, or that no test here measures."""
 CALM_S = 4.0
 ENDS = ("read", "released", "expired")
 
 
 @dataclass
 class Scene:
-    """Two nodes with small caches; the prefill node may be struck, and is made whole again."""
+    """Two nodes with small caches. Tests may break the prefill node; `renew` replaces it."""
 
     supervisor: Supervisor
     prefill: Node
@@ -44,11 +44,11 @@ class Scene:
     seeds: Iterator[int] = field(default_factory=lambda: iter(range(3000, 3400)))
 
     def questions(self, count: int) -> list[Quiz]:
-        """Some that no node has seen."""
+        """Questions that no node has seen."""
         return [quiz(next(self.seeds), 800) for _ in range(count)]
 
     def renew(self) -> None:
-        """A prefill node that the decode node does not know, under the old address."""
+        """Start a prefill node that the decode node does not know, under the old address."""
         strike(self.prefill.part, ProcessFault.KILLED)
         self.supervisor.stop(self.prefill.part)
         self.prefill = start_node(self.supervisor, self.prefill.spec)
@@ -57,7 +57,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    """Logs lie in `.run/e2e-given-up`."""
+    """Logs: `.run/e2e-given-up`."""
     with Supervisor(logs_of("e2e-given-up")) as supervisor:
         specs = on_free_ports(
             NodeSpec("prefill", Role.PREFILL, 0, 0, gpu_blocks=BLOCKS),
@@ -68,12 +68,12 @@ def scene() -> Iterator[Scene]:
 
 
 def usage(node: Node) -> float:
-    """The share of its cache that is held."""
+    """The share of a node's cache in use."""
     return read(node.url, "vllm:kv_cache_usage_perc")
 
 
 def cpu_seconds(node: Node) -> float:
-    """What all its processes have used so far."""
+    """The CPU seconds of all the node's processes so far."""
     ticks = 0
     for pid in descendants(node.part.process.pid):
         after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -82,7 +82,7 @@ def cpu_seconds(node: Node) -> float:
 
 
 def cores_used(node: Node, seconds: float) -> float:
-    """How many cores it keeps busy, for so long."""
+    """How many cores the node keeps busy over these seconds."""
     began, used = time.monotonic(), cpu_seconds(node)
     time.sleep(seconds)
     return (cpu_seconds(node) - used) / (time.monotonic() - began)
@@ -103,7 +103,7 @@ class Leases:
 
 
 def computed(scene: Scene, questions: list[Quiz], tickets: list[Params]) -> None:
-    """All are asked at once, and answered rightly."""
+    """Ask all at once. Every answer must be right."""
     with ThreadPoolExecutor(len(questions)) as pool:
         asked = [
             pool.submit(complete, scene.decode.url, question.prompt(), params=ticket)
@@ -151,7 +151,7 @@ def test_five_reads_under_a_stopped_prefill_node(scene: Scene) -> None:
 
 
 def test_five_reads_from_a_stopped_prefill_node_that_was_not_known(scene: Scene) -> None:
-    """No handshake could be made, so nothing was read: the tickets go back once the prefill node answers."""
+    """No handshake was possible, so nothing was read. The tickets go back once the prefill node answers."""
     scene.renew()
     questions = scene.questions(5)
     tickets = [prefill(scene.prefill.url, question.prompt()) for question in questions]
@@ -171,7 +171,7 @@ def test_five_reads_from_a_stopped_prefill_node_that_was_not_known(scene: Scene)
 
 
 def test_five_reads_under_a_prefill_node_that_never_wakes(scene: Scene) -> None:
-    """It is stopped and then killed: the decode node has its blocks back, and is idle in the end."""
+    """The prefill node is stopped and then killed: the decode node has its blocks back, and is idle in the end."""
     hand_over(scene.prefill.url, scene.decode.url, scene.questions(1)[0])
     questions = scene.questions(5)
     tickets = [prefill(scene.prefill.url, question.prompt()) for question in questions]

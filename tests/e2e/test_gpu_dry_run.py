@@ -1,4 +1,4 @@
-"""The run-book for one GPU or two, whole, on CPUs: every step holds, and the archive tells of all without a secret."""
+"""The whole run-book for one GPU or two, on CPUs: every step holds, and the archive reports all without a secret."""
 
 import json
 import os

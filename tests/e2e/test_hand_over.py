@@ -1,4 +1,4 @@
-"""What a hand-over moves, told by the nodes' own metrics."""
+"""The tokens and blocks that a hand-over moves, by the nodes' own metrics."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ VERDICTS = 40
 
 @dataclass(frozen=True)
 class Moved:
-    """What the second of two turns moved on the decode node: blocks hit and pulled, prompt tokens."""
+    """The second turn's figures on the decode node: blocks hit and pulled, prompt tokens."""
 
     hits: Watch
     state: Watch
@@ -27,7 +27,7 @@ class Moved:
 
 
 def two_turns(pair: Pair, first: Quiz, second: Quiz) -> Moved:
-    """Hand both over; what the second moved."""
+    """Hand both turns over. Returns the second one's figures."""
     hand_over(pair.prefill.url, pair.decode.url, first)
     moved = Moved(
         watch(pair.decode.url, "blocks", group="attention", kind="hit"),
@@ -70,7 +70,7 @@ def tokens(prompt: str) -> int:
 
 
 def test_a_verdict_comes_at_once(pair: Pair) -> None:
-    """From a read's last byte to its verdict: within a millisecond for half of them, on nodes and cores that idle."""
+    """From a read's last byte to its verdict: within a millisecond for half of them, on idle nodes and cores."""
 
     def verdicts(within: str) -> float:
         return read(pair.decode.url, "pdproxy_connector_verify_seconds_bucket", le=within)

@@ -1,7 +1,7 @@
-"""Hand-overs that cannot happen between two hosts are said everywhere within half a minute of the proxy's start.
+"""Mistakes that prevent hand-overs between two hosts are reported everywhere within half a minute of the proxy's start.
 
-Each case has two nodes in network namespaces, and a proxy in front of them, as a process: `pdproxy check`, /ready, the
-page's state, the log and the metric all say it, with the cause and what to change.
+Each case has two nodes in network namespaces and a proxy in front of them. `pdproxy check`, /ready, the page's state,
+the log and the metric all report the cause and the change to make.
 """
 
 import ipaddress
@@ -33,7 +33,7 @@ pytestmark = [
 
 LONG = pytest.mark.long
 WITHIN_S = 30.0
-"""From the proxy's start."""
+"""Seconds from the proxy's start."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Case:
     """One mistake.
 
     Attributes:
-        said: of the sentence, as a pattern.
-        prefill, decode: more of the nodes' environments.
-        refused: it is seen before anything is handed over.
-        named: the proxy has names of the nodes, which say nothing of where they are.
-        cut: the network of the reads swallows everything.
-        closed: the decode node's questions to the side channel are swallowed.
+        said: a pattern in the report.
+        prefill, decode: more environment variables of the nodes.
+        refused: it is found before the first hand-over.
+        named: the proxy has host names for the nodes, not addresses.
+        cut: the data network drops everything.
+        closed: the decode node's questions to the side channel are dropped.
     """
 
     said: str
@@ -110,7 +110,7 @@ class Up:
 
 
 class Hosts:
-    """The hosts of one case at a time, which stay for the next one where its nodes are the same."""
+    """The hosts of one case at a time. The next case uses them if its nodes are the same."""
 
     def __init__(self) -> None:
         self._entered = ExitStack()
@@ -118,7 +118,7 @@ class Hosts:
         self._up: Up | None = None
 
     def of(self, case: Case) -> Up:
-        """Both nodes, with the case's mistakes."""
+        """Both nodes with the case's mistakes."""
         nodes = (case.prefill, case.decode, case.cut, case.closed)
         if self._up is None or nodes != self._nodes:
             self.close()
@@ -126,7 +126,7 @@ class Hosts:
         return self._up
 
     def close(self) -> None:
-        """End the nodes and take the network down."""
+        """End the nodes and remove the network."""
         self._up = None
         self._entered.close()
 
@@ -174,13 +174,13 @@ def test_it_is_said_everywhere(hosts: Hosts, case: Case) -> None:
 
 
 def name(url: str) -> str:
-    """The same address, in a form that is no address to whoever does not resolve it."""
+    """The same address as a decimal number, which only a resolver reads as one."""
     host = url.split("/")[2].partition(":")[0]
     return url.replace(host, str(int(ipaddress.IPv4Address(host))))
 
 
 def until_said(proxy: Asked, began: float) -> tuple[str, dict[str, Any]]:
-    """What /ready and the page say once the proxy says that something is wrong."""
+    """The contents of /ready and of the page once the proxy reports a mistake."""
     while True:
         try:
             answer = proxy.operators.get("/ready").json()

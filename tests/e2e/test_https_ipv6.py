@@ -1,4 +1,4 @@
-"""Nodes on IPv6 with HTTPS (the chart's `ipv6` and `nodes.tls`), behind a proxy that knows their one name."""
+"""Nodes on IPv6 with HTTPS (the chart's `ipv6` and `nodes.tls`), behind a proxy that finds them by one name."""
 
 import ssl
 import time
@@ -25,7 +25,7 @@ NAME = "nodes.example"
 
 @dataclass(frozen=True)
 class Secured:
-    """The proxy's addresses for clients and operators, and a client that trusts the nodes."""
+    """The proxy's addresses for clients and operators, and a client that trusts the nodes' certificates."""
 
     clients: str
     operators: str
@@ -35,13 +35,13 @@ class Secured:
 
 
 def url(node: Node) -> str:
-    """Where a node listens."""
+    """The URL of a node."""
     return f"https://[{HERE}]:{node.spec.port}"
 
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    """A prefill and a decode node, and the proxy, which knows the certificate by its name."""
+    """A prefill and a decode node, and a proxy, which knows the certificate by its name."""
     folder = tmp_path_factory.mktemp("tls")
     certificate, key = identity("nodes", NAME).write(folder)
     tls = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--enable-ssl-refresh")
@@ -97,7 +97,7 @@ def test_kv_events_are_read_and_prometheus_finds_the_nodes(secured: Secured) -> 
 
 
 def known(secured: Secured) -> list[str]:
-    """How much the proxy knows of what each node has cached."""
+    """For each node, how much the proxy knows of its cache."""
     shown = httpx.get(f"{secured.operators}/nodes", trust_env=False).json()["nodes"]
     return [place["known"] for node in shown for place in node["caches"]]
 

@@ -1,4 +1,4 @@
-"""What blocks cost a prefill node that wait to be read: its CPU.
+"""The CPU that a prefill node uses while blocks wait to be read.
 
 `python -m pytest -s -m long tests/e2e/test_idle_rest.py` prints the figure.
 """
@@ -23,12 +23,13 @@ MOST_CORES = 0.2
 
 
 def cores(node: Node) -> float:
-    """How many cores a node keeps busy; the least of some samples, for beside other work each step takes longer."""
+    """How many cores a node keeps busy: the least of some samples, because other work on the machine makes steps
+    longer."""
     return min(cores_used(node, SECONDS) for _ in range(SAMPLES))
 
 
 def until_free(url: str) -> None:
-    """Wait until the node holds no block; AssertionError when it still does after PATIENCE_S."""
+    """Wait until the node holds no block. Raises AssertionError after PATIENCE_S."""
     limit = time.monotonic() + PATIENCE_S
     while read(url, USAGE):
         assert time.monotonic() < limit, "blocks are still held"

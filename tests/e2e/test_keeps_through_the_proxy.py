@@ -1,4 +1,5 @@
-"""A client's own words have a real prefill node keep its conversation, and its usage tells what was cached there."""
+"""A client asks for a keep by its own API's field: a real prefill node keeps the conversation, and usage shows the
+hits."""
 
 import pytest
 from openai import OpenAI
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 TOKENS = 900
 ENOUGH = 0.8
-"""The part of a first turn's prompt that its second one hits at least: whole blocks of 256 tokens."""
+"""The share of a first turn's prompt that the second turn hits at least: whole blocks of 256 tokens."""
 
 
 def ask(client: OpenAI, prompt: str, **more: object) -> tuple[str, int, int]:

@@ -1,4 +1,4 @@
-"""Connections that nodes keep alive and close: uvicorn does so after an unhandled 500, without a word."""
+"""Kept connections that nodes close: uvicorn closes them after an unhandled 500, without announcing it."""
 
 import secrets
 import socket
@@ -22,7 +22,7 @@ TRIES = 20
 
 
 def status_of_chat(client: httpx.Client, **more: object) -> int:
-    """Ask the proxy for a token."""
+    """Ask the proxy for one token."""
     messages = [{"role": "user", "content": quiz(3100, 100).prompt()}]
     body = {"model": SERVED_NAME, "messages": messages, "max_tokens": 1, "temperature": 0, **more}
     return client.post("/v1/chat/completions", json=body).status_code
@@ -36,7 +36,7 @@ def test_who_asks_after_an_unhandled_500_is_answered(proxy: Proxy) -> None:
 
 
 def leg(prompt: str, name: str) -> bytes:
-    """A prefill leg as bytes, with an id that both copies have, as the proxy sends them."""
+    """A prefill leg as bytes, with one request id for all copies, as the proxy sends them."""
     params = {**TO_HAND_OVER, "pdproxy_hand_over": name}
     body = msgspec.json.encode({"model": SERVED_NAME, "prompt": prompt, "max_tokens": 1, "kv_transfer_params": params})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: {name}\r\ncontent-type: application/json\r\n"
@@ -44,12 +44,12 @@ def leg(prompt: str, name: str) -> bytes:
 
 
 def cut_off(pair: Pair, prompt: str, name: str) -> None:
-    """Send a prefill leg whose connection is gone before its answer."""
+    """Send a prefill leg and cut its connection before the answer."""
     with socket.create_connection(("127.0.0.1", pair.prefill.spec.port)) as connection:
         connection.sendall(leg(prompt, name))
 
 
-def answered(pair: Pair, prompt: str, name: str) -> bytes:
+def send_leg(pair: Pair, prompt: str, name: str) -> bytes:
     """Send a prefill leg and wait for the beginning of its answer."""
     with socket.create_connection(("127.0.0.1", pair.prefill.spec.port), REQUEST_TIMEOUT_S) as connection:
         connection.sendall(leg(prompt, name))
@@ -67,7 +67,7 @@ def test_a_prefill_leg_that_was_sent_twice_is_answered_and_leaves_nothing(pair: 
         release(pair.prefill.url, name)
     question, name = quiz(3120, 700), secrets.token_hex(16)
     with ThreadPoolExecutor(2) as threads:
-        answers = list(threads.map(lambda _: answered(pair, question.prompt(), name), range(2)))
+        answers = list(threads.map(lambda _: send_leg(pair, question.prompt(), name), range(2)))
     assert answers == [b"HTTP/1.1 200 OK"] * 2
     release(pair.prefill.url, name)
     ended.reaches(2)

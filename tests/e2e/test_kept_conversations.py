@@ -1,8 +1,7 @@
-"""Conversations that nodes with small caches keep between their turns, while as many others push everything else out.
+"""Conversations that nodes with small caches keep between turns, while as many others evict everything else.
 
-Twelve conversations pause after their first turn, as an agent's do while a tool runs. Then twelve others come. What is
-kept is there afterwards, and the answers are those of one engine that has room for everything. Run it with -s to see
-what was hit.
+Twelve conversations pause after their first turn, as an agent's do while a tool runs. Then twelve others come. Kept
+blocks are there afterwards, and the answers are those of one engine with room for everything. Run with -s to see hits.
 """
 
 import time
@@ -26,23 +25,23 @@ from tests.e2e.process_faults import ProcessFault, strike
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(600)]
 
 BLOCKS = 60
-"""Of 256 tokens. A first turn takes seven: its attention blocks, and a state for each of three groups."""
+"""Blocks of 256 tokens. A first turn takes seven: its attention blocks, and a state for each of three groups."""
 TOKENS = 900
 TALKS = 12
 OTHERS_AT_ONCE = 2
 SECONDS = 300
 SHARE = 0.6
-"""Of the decode node's cache. The prefill node has the default, 0.3."""
+"""The share of the decode node's cache. The prefill node has the default, 0.3."""
 AGAIN_WITHIN_S = 60.0
 STOPPED_WITHIN_S = 20.0
-"""Far below SECONDS and the hour for which the proxy has a conversation kept."""
+"""Far below SECONDS, and below the hour for which the proxy has conversations kept."""
 ENOUGH = 0.95
-"""Of the tokens of a first turn's prompt, what the next turn must hit where they are kept."""
+"""The share of a first turn's prompt tokens that the next turn must hit where they are kept."""
 
 
 @dataclass
 class Scene:
-    """Two nodes with small caches, and one that computes all by itself in a cache that holds everything."""
+    """Two nodes with small caches, and one that computes everything by itself, with room for all."""
 
     supervisor: Supervisor
     prefill: Node
@@ -55,30 +54,30 @@ class Scene:
         return quiz(next(self.seeds), TOKENS)
 
     def talks(self) -> list[Quiz]:
-        """As many as a test needs."""
+        """As many conversations as a test needs."""
         return [self.talk() for _ in range(TALKS)]
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Both turns of a conversation: what was answered, and how much of the second prompt was cached."""
+    """Both turns of a conversation: the answers, and the cached tokens of the second prompt."""
 
     first: Completion
     next: Completion
 
     @property
     def share(self) -> float:
-        """Of the first prompt, what the second one hit."""
+        """The share of the first prompt that the second one hit."""
         return self.next.cached / self.first.prompt
 
 
 Ask = Callable[[Quiz, int], Completion]
-"""Asks a turn (1 or 2) of the conversation."""
+"""Asks turn 1 or 2 of a conversation."""
 
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    """Logs lie in `.run/e2e-kept-conversations`."""
+    """Logs: `.run/e2e-kept-conversations`."""
     with Supervisor(logs_of("e2e-kept-conversations")) as supervisor:
         specs = (
             NodeSpec("prefill", Role.PREFILL, 0, 0, gpu_blocks=BLOCKS),
@@ -90,13 +89,13 @@ def scene() -> Iterator[Scene]:
 
 
 def keep(talk: Quiz, seconds: float = SECONDS) -> Params:
-    """The order for a turn of this conversation, which is known by its first line."""
+    """The order for a turn of this conversation, whose id is made of its first line."""
     name, number = talk.lines[0]
     return {"pdproxy_keep": {"id": f"conversation-of-{name}-{number}", "seconds": seconds}}
 
 
 def through(proxy: Proxy, question: Quiz, **more: str) -> Completion:
-    """The answer that a client gets. Raises httpx.HTTPError."""
+    """The answer through the proxy. Raises httpx.HTTPError."""
     body = {"model": SERVED_NAME, "prompt": question.prompt(), "max_tokens": 8, "temperature": 0, **more}
     answer = httpx.post(f"{proxy.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
     got = answer.raise_for_status().json()
@@ -114,7 +113,7 @@ def pause(talks: Sequence[Quiz], others: Sequence[Quiz], ask: Ask) -> list[Turns
 
 
 def as_one_engine(scene: Scene, talks: Sequence[Quiz], turns: Sequence[Turns]) -> None:
-    """Every answer is the one of an engine that has room, and the right one."""
+    """Every answer is right, and the same as that of the engine with room for all."""
     for talk, answered in zip(talks, turns, strict=True):
         for number, got in ((1, answered.first), (2, answered.next)):
             question = talk.at_turn(number)
@@ -122,7 +121,7 @@ def as_one_engine(scene: Scene, talks: Sequence[Quiz], turns: Sequence[Turns]) -
 
 
 def kept_ones_hit(node: Node, turns: Sequence[Turns], kept: float, least: int) -> None:
-    """Of the conversations, as many hit enough as the node still kept when the next turns began: `least` or more."""
+    """As many conversations hit enough as the node still kept when the next turns began: `least` or more."""
     hits = sum(each.share >= ENOUGH for each in turns)
     shares = ", ".join(f"{each.share:.0%}" for each in turns)
     print(f"{node.spec.name}: {kept:g} kept, {hits} hit at least {ENOUGH:.0%}: {shares}")
@@ -130,7 +129,7 @@ def kept_ones_hit(node: Node, turns: Sequence[Turns], kept: float, least: int) -
 
 
 def test_a_node_that_computes_prompts_keeps_what_it_is_told_to(scene: Scene) -> None:
-    """No other prompt waits for it: kept blocks are free."""
+    """No other prompt waits for blocks: kept blocks are free."""
     talks, node = scene.talks(), scene.decode
     kept: list[float] = []
 
@@ -150,7 +149,7 @@ def test_a_node_that_computes_prompts_keeps_what_it_is_told_to(scene: Scene) -> 
 
 
 def test_a_prefill_node_keeps_what_it_is_told_to(scene: Scene) -> None:
-    """The decode node keeps none of it: it gets a ticket for each turn."""
+    """The decode node keeps nothing: it gets a ticket for each turn."""
     talks, node = scene.talks(), scene.prefill
     kept: list[float] = []
 
@@ -174,7 +173,7 @@ def test_a_prefill_node_keeps_what_it_is_told_to(scene: Scene) -> None:
 
 @pytest.fixture(scope="module")
 def proxy(scene: Scene) -> Proxy:
-    """Before the decode node alone: each turn goes where the one before it went."""
+    """A proxy before the decode node alone: each turn goes to the same node."""
     return start_proxy(scene.supervisor, ProxySpec(), [scene.decode], print)
 
 
@@ -198,33 +197,33 @@ def test_the_proxy_has_a_node_keep_what_clients_ask_for(scene: Scene, proxy: Pro
 
 @dataclass
 class Keeper:
-    """A proxy before the prefill node and the decode node, and what a node that goes away costs its conversations."""
+    """A proxy before both nodes, for tests of what a lost node costs its conversations."""
 
     scene: Scene
     proxy: Proxy
 
     @property
     def node(self) -> str:
-        """The prefill node, for operators."""
+        """The prefill node's URL for operators."""
         return f"{self.proxy.admin_url}/nodes/prefill-0"
 
     def operate(self, verb: str) -> None:
-        """Raises httpx.HTTPError."""
+        """Call an operator's route for the node. Raises httpx.HTTPError."""
         httpx.post(f"{self.node}/{verb}", timeout=REQUEST_TIMEOUT_S, trust_env=False).raise_for_status()
 
-    def begin(self) -> Quiz:
-        """A conversation that the prefill node keeps from now on."""
+    def begin_talk(self) -> Quiz:
+        """A new conversation that the prefill node keeps."""
         talk, begun = self.scene.talk(), watch(self.scene.prefill.url, "keeps_begun")
         self.answers(talk, 1, prompt_cache_retention="in_memory")
         begun.reaches(1)
         return talk
 
     def answers(self, talk: Quiz, turn: int, **more: str) -> None:
-        """A turn of it gets its answer."""
+        """Ask one turn; its answer must be right."""
         assert through(self.proxy, talk.at_turn(turn), **more).text == talk.at_turn(turn).answer
 
     def becomes(self, state: str) -> None:
-        """AssertionError if the node does not within AGAIN_WITHIN_S."""
+        """Wait for the node's state. Raises AssertionError after AGAIN_WITHIN_S."""
         limit = time.monotonic() + AGAIN_WITHIN_S
         while (seen := httpx.get(self.node, trust_env=False).raise_for_status().json()["state"]) != state:
             assert time.monotonic() < limit, f"{self.node} is {seen}, not {state}"
@@ -239,16 +238,16 @@ def keeper(scene: Scene) -> Keeper:
 
 
 def test_a_node_that_goes_away_loses_its_keeps_and_nothing_else(scene: Scene, keeper: Keeper) -> None:
-    """It is drained and rejoins; it is stopped, as for an upgrade, and started anew; it is killed."""
-    talk = keeper.begin()
+    """The node is drained and rejoins; is stopped, as for an upgrade, and started again; is killed."""
+    talk = keeper.begin_talk()
     keeper.operate("drain")
     keeper.becomes("draining")
     keeper.answers(talk, 2)
     forgotten = watch(scene.prefill.url, "keeps_ended", reason="forgotten")
     keeper.operate("rejoin")
     keeper.becomes("up")
-    talk = keeper.begin()
-    forgotten.reaches(1)  # that of the conversation that went elsewhere meanwhile
+    talk = keeper.begin_talk()
+    forgotten.reaches(1)  # the keep of the conversation that went elsewhere meanwhile
 
     began = time.monotonic()
     scene.supervisor.stop(scene.prefill.part)
@@ -259,7 +258,7 @@ def test_a_node_that_goes_away_loses_its_keeps_and_nothing_else(scene: Scene, ke
     keeper.becomes("up")
     assert read(scene.prefill.url, "pdproxy_connector_keeps") == 0
 
-    talk = keeper.begin()
+    talk = keeper.begin_talk()
     strike(scene.prefill.part, ProcessFault.KILLED)
     keeper.answers(talk, 2)
     scene.supervisor.stop(scene.prefill.part)

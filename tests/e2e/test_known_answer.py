@@ -1,4 +1,4 @@
-"""Pairs whose bytes do not mean the same fail the known-answer test; all others pass it.
+"""Pairs whose bytes mean different things fail the known-answer test; all others pass it.
 
 Fingerprints are not compared here (`known_answers.trusting`). The figures (`-s` prints them) are those in the docstring
 of `pdproxy.orchestration.answers_agree`.
@@ -29,7 +29,7 @@ HONEST = 200
 ODD = 20
 """Tests of each pair."""
 BLOCK = ("--block-size", "256")
-"""So that nothing but the difference itself is different; sizes would follow from it by default."""
+"""Given explicitly, for other flags would change it, and then the nodes would differ in more than one thing."""
 OTHER_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %} ="
 STATES = ("--mamba-ssm-cache-dtype", "bfloat16", *BLOCK)
 ROPE = {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_type": "default"}}
@@ -37,13 +37,12 @@ ROPE = {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0,
 
 @dataclass(frozen=True)
 class Odd:
-    """In what one node of a pair differs.
+    """The difference between the nodes of a pair.
 
     Attributes:
         name: of the pair.
-        prefill: more arguments of the prefill node; of the decode node.
-        weights: of the decode node: by what they are multiplied, and how much of their own standard deviation is added
-            as noise.
+        prefill, decode: more arguments of the two nodes.
+        weights: of the decode node: the factor, and the noise added as a multiple of the standard deviation.
         tensor_parallel: of the prefill node, of the decode node.
     """
 
@@ -70,7 +69,7 @@ RIGHT = (
 
 
 def change_weights(folder: Path, kept: float, noise: float) -> None:
-    """Write other weights in the place of those in a folder; a node that has them open keeps what it has."""
+    """Write other weights into a folder. Nodes that have the file open keep the old ones."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -91,7 +90,7 @@ def supervisor() -> Iterator[Supervisor]:
 
 
 def start(supervisor: Supervisor, odd: Odd, folder: Path) -> tuple[Node, Node]:
-    """Both nodes; the prefill node has loaded its weights before the decode node's are there."""
+    """Start both nodes. The prefill node has loaded its weights before the decode node's are written."""
     shutil.copytree(MODEL, folder)
     specs = on_free_ports(
         NodeSpec("prefill", Role.PREFILL, 0, 0, folder, more_arguments=odd.prefill,

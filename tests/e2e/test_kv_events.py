@@ -1,7 +1,6 @@
-"""What the index says of real nodes' caches, from their KV events, is what the nodes then count.
+"""The proxy's index of real nodes' caches, made from their KV events, agrees with the hits that the nodes count.
 
-Conversations of random turns, mixed, on caches so small that they overflow; one of two decode nodes is restarted
-halfway.
+Conversations of random turns take turns on caches that overflow. One of two decode nodes is restarted halfway.
 """
 
 import asyncio
@@ -49,12 +48,12 @@ CONVERSATIONS = [24, pytest.param(48, marks=pytest.mark.long)]
 AT_ONCE = 6
 """Conversations that take turns with each other."""
 SHARED = 3
-"""Different lists that conversations begin with."""
+"""Lists that conversations begin with."""
 DECODE_BLOCKS = 56
 PREFILL_BLOCKS = 72
-"""Of 256 tokens: a long conversation takes up to eight, and as many states."""
+"""Blocks of 256 tokens: a long conversation takes up to eight, and as many states."""
 QUIET_S = 0.06
-"""Without a batch, after which a request's events are taken to be here: they leave the node with its steps."""
+"""Seconds without a batch after which a request's events are taken to be complete: a node sends them with its steps."""
 ROLES = {"prefill": ProxyRole.PREFILL, "decode-0": ProxyRole.DECODE, "decode-1": ProxyRole.DECODE}
 
 
@@ -68,7 +67,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    """Logs lie in `.run/e2e-events`."""
+    """Logs: `.run/e2e-events`."""
     specs = [NodeSpec("prefill", Role.PREFILL, 0, 0, gpu_blocks=PREFILL_BLOCKS)]
     specs += [NodeSpec(f"decode-{at}", Role.DECODE, 0, 0, gpu_blocks=DECODE_BLOCKS) for at in range(2)]
     with Supervisor(logs_of("e2e-events")) as supervisor:
@@ -77,7 +76,7 @@ def fleet() -> Iterator[Fleet]:
 
 
 class Observer:
-    """The proxy's part: reads events, and says what each place has of a prompt."""
+    """Stands for the proxy: reads events, and knows how much of a prompt each place has cached."""
 
     def __init__(self) -> None:
         self.clock = SystemClock()
@@ -91,7 +90,7 @@ class Observer:
         self.subscriber = EventSubscriber(self.pool, self.transport, self.caches, self.clock, self.metrics.events)
 
     async def join(self, name: str, url: str) -> None:
-        """As the health check does it."""
+        """Subscribe to a node, as after a health check."""
         configured = ProxyNode(name, url, (ROLES[name],))
         if name not in self.pool:
             self.pool.add(configured)
@@ -104,7 +103,7 @@ class Observer:
         return next((feed.known for feed in self.caches.of_node(name)), Known.NOTHING)
 
     async def until_known(self, *names: str) -> None:
-        """All that they have cached is known."""
+        """Wait until all of their cached blocks are known."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 if all(self.known(name) is Known.ALL for name in names):
@@ -115,7 +114,7 @@ class Observer:
         return self.registry.get_sample_value(f"pdproxy_{name}", labels) or 0.0
 
     async def quiet(self) -> None:
-        """No events come any more."""
+        """Wait until no more events come."""
         before: list[int] = []
         while True:
             now = [feed.last for name in ROLES for feed in self.caches.of_node(name)]
@@ -130,19 +129,19 @@ class Observer:
         return list(ids)
 
     def hashes(self, ids: list[int]) -> HashesByScheme:
-        """A prompt's, by the scheme of all nodes."""
+        """The hashes of a prompt, by the scheme of all nodes."""
         scheme = self.scheme()
         hashes = scheme.hasher.hashes(ids)
         assert hashes is not None
         return {scheme.index.scheme: hashes}
 
     def hit(self, name: str, hashes: HashesByScheme, tokens: int) -> Hit:
-        """What a node has of a prompt's first tokens."""
+        """How much a node has cached of a prompt's first tokens."""
         index = self.scheme().index
         return index.hits(hashes[index.scheme], tokens, self.clock.now()).get(Place(name), Hit(0, 0))
 
     def scheme(self) -> SchemeIndex:
-        """That of all nodes."""
+        """The scheme of all nodes."""
         scheme = self.caches.scheme(self.node("prefill").hashing)
         assert scheme is not None
         return scheme
@@ -150,7 +149,7 @@ class Observer:
 
 @contextlib.asynccontextmanager
 async def observing(nodes: dict[str, Node]) -> AsyncIterator[Observer]:
-    """An observer that has caught up with all nodes."""
+    """An observer that is up to date with all nodes."""
     observer = Observer()
     running = asyncio.create_task(observer.subscriber.run())
     try:
@@ -165,17 +164,17 @@ async def observing(nodes: dict[str, Node]) -> AsyncIterator[Observer]:
 
 
 def beside_ticket(hit: Hit, covered: int, block: int) -> int:
-    """How many tokens a decode node takes from its own cache where a ticket covers so many.
+    """How many tokens a decode node takes from its own cache beside a ticket for `covered` tokens.
 
-    vLLM leaves a block of which only a part is cached to the read (0.32, `Scheduler.schedule`, "partial_tail"), and our
-    connector the last block where all is cached but the state (`resume_boundary.LocalHits`).
+    vLLM leaves a partly cached block to the read (0.32, `Scheduler.schedule`, "partial_tail"). Our connector leaves the
+    last block to it where everything but the state is cached (`resume_boundary.LocalHits`).
     """
     return covered if hit.resume >= covered else min(hit.attention, covered - 1) // block * block
 
 
 @dataclasses.dataclass(frozen=True)
 class Talk:
-    """The prompts of one conversation, and which of its turns come with a ticket, on which decode node."""
+    """The prompts of one conversation, which turns have a ticket, and the decode node of each."""
 
     prompts: tuple[str, ...]
     handed: tuple[bool, ...]
@@ -183,7 +182,7 @@ class Talk:
 
 
 def talk(seed: int) -> Talk:
-    """Two to five turns over a list of its own, which begins with a shared one in two of three conversations."""
+    """Two to five turns over a list of its own; two of three conversations begin with a shared list."""
     source = random.Random(seed)
     own: Quiz = quiz(seed, source.randrange(300, 1200))
     shared = quiz(seed % SHARED, 500).listing if seed % 3 else ""
@@ -196,7 +195,7 @@ def talk(seed: int) -> Talk:
 
 @dataclasses.dataclass
 class Agreement:
-    """How often what was planned is what a node counted, by what was compared."""
+    """How often the planned hits were those that a node counted, by what was compared."""
 
     equal: dict[str, int] = dataclasses.field(default_factory=dict)
     asked: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -218,7 +217,7 @@ async def in_thread(*call: Any) -> Any:
 
 
 async def turn(fleet: Fleet, observer: Observer, agreement: Agreement, prompt: str, handed: bool, decode: str) -> None:
-    """One turn, each leg compared with what was planned for it by the prompt's ids, and by its text."""
+    """Send one turn; compare each leg with its plan, made from the prompt's ids and from its text."""
     ids = await observer.tokens(prompt)
     hashes, about = observer.hashes(ids), f"{len(ids)} tokens on {decode}"
     chain = observer.texts.refined(chain_of_completion(SERVED_NAME, "", prompt.encode()))
@@ -255,7 +254,7 @@ async def turn(fleet: Fleet, observer: Observer, agreement: Agreement, prompt: s
 
 
 async def mixed(fleet: Fleet, observer: Observer, agreement: Agreement, seeds: range) -> int:
-    """Conversations that take turns, a random one each time; how many turns."""
+    """Run conversations by turns, in random order. Returns the number of turns."""
     source, turns = random.Random(seeds.start), 0
     waiting = [talk(seed) for seed in seeds]
     running: list[tuple[Talk, Iterator[tuple[str, bool]]]] = []
@@ -295,7 +294,7 @@ async def test_planned_hits_are_what_the_nodes_count(fleet: Fleet, conversations
 
 
 def first_token_ids(url: str, path: str, body: dict[str, Any]) -> list[int]:
-    """A request's prompt, as the engine gets it."""
+    """The prompt's token ids, as the engine gets them."""
     asked = {"model": SERVED_NAME, "max_tokens": 1, "temperature": 0, "return_token_ids": True, **body}
     answer = httpx.post(url + path, json=asked, timeout=REQUEST_TIMEOUT_S, trust_env=False).raise_for_status().json()
     ids = answer.get("prompt_token_ids") or answer["choices"][0]["prompt_token_ids"]
@@ -303,7 +302,7 @@ def first_token_ids(url: str, path: str, body: dict[str, Any]) -> list[int]:
 
 
 async def test_a_proxy_that_plans_by_what_is_cached_sends_a_conversation_where_it_is(fleet: Fleet) -> None:
-    """Without a session: the second turn meets the decode node that has the first, of two."""
+    """Without a session: the second turn goes to the one of two decode nodes that has the first turn."""
     proxy = await in_thread(start_proxy, fleet.room, ProxySpec(), list(fleet.nodes.values()), print)
 
     def counted(name: str, **labels: str) -> float:
@@ -374,7 +373,7 @@ async def test_token_ids_are_those_that_the_node_makes_of_the_request(fleet: Fle
 
 
 async def test_what_asking_for_token_ids_costs(fleet: Fleet) -> None:
-    """Printed: on an idle node, as a part of the time that its prefill takes."""
+    """Prints the cost on an idle node, as a share of the time of its prefill."""
     async with observing(fleet.nodes) as observer:
         for tokens in (400, 1000, 2100):
             asking, computing = [], []

@@ -1,4 +1,4 @@
-"""The only prefill node freezes: requests are computed by the decode node within seconds, and later ones at once."""
+"""The only prefill node freezes: the decode node computes prompts within seconds, and later ones at once."""
 
 import asyncio
 import time
@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest
 
 AT_ONCE = 5
 FOUND_WITHIN_S = 8.0
-"""Silence, and two probes for which a prefill node has three times `health.silence_timeout`: five seconds in all."""
+"""Seconds. Silence, and two probes with three times `health.silence_timeout` for a prefill node: five seconds in
+all."""
 LATER_WITHIN_S = 2.0
 BACK_WITHIN_S = 30.0
 PATIENCE_S = 120.0
@@ -26,7 +27,7 @@ PATIENCE_S = 120.0
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
-    """One node of each role and a proxy; logs lie in `.run/e2e-last-prefill`."""
+    """One node of each role and a proxy. Logs: `.run/e2e-last-prefill`."""
     specs = [NodeSpec("prefill", Role.PREFILL, 0, 0), NodeSpec("decode", Role.DECODE, 0, 0)]
     with Supervisor(logs_of("e2e-last-prefill")) as supervisor:
         yield start_stack(supervisor, specs, ProxySpec(), print)

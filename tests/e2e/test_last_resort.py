@@ -1,4 +1,4 @@
-"""`policy.on_no_decode: prefill` on real engines: the only decode node leaves, and nobody loses anything."""
+"""`policy.on_no_decode: prefill` on real engines: the only decode node leaves, and no stream is lost."""
 
 import asyncio
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.e2e
 
 LINES, TOKENS = 24, 160
 BEGUN = 5
-"""Pieces that each stream has before the decode node is drained."""
+"""Pieces of each stream before the decode node is drained."""
 REST_TAKES_S = 120.0
 
 
 @pytest.fixture(scope="module")
 def front(pair: Pair) -> Iterator[Proxy]:
-    """A proxy of its own before the shared nodes; its log lies in `.run/e2e-last-resort`."""
+    """A proxy of its own before the shared nodes. Logs: `.run/e2e-last-resort`."""
     with Supervisor(logs_of("e2e-last-resort")) as supervisor:
         spec = ProxySpec(more_environment={"PDPROXY_POLICY_ON_NO_DECODE": "prefill"})
         yield start_proxy(supervisor, spec, [pair.prefill, pair.decode], print)

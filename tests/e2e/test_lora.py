@@ -1,4 +1,4 @@
-"""Hand-overs of requests with a LoRA adapter: what counts is its content, not its name or path."""
+"""Hand-overs with a LoRA adapter: the adapter's content decides, not its name or path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.dense import Dense, make_dense
 from tests.e2e.legs import TO_HAND_OVER, Params
 from tests.e2e.lora import arguments, negating, silent
 from tests.e2e.metrics_reader import watch
-from tests.e2e.ranks import TELLING, Question, answered, draw
+from tests.e2e.ranks import TELLING, Question, complete_ids, draw
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long]
 
@@ -30,7 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Dense:
 
 @pytest.fixture(scope="module")
 def nodes(model: Dense, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
-    """`mine` on the prefill node is `theirs` on the decode node; `common` is on both, with another content on each."""
+    """One adapter is `mine` on the prefill node and `theirs` on the decode node. `common` is on both, with different
+    content."""
     folder = tmp_path_factory.mktemp("adapters")
     here = {"mine": negating(folder / "a", model.folder), "common": silent(folder / "b", model.folder)}
     there = {"theirs": negating(folder / "c", model.folder), "common": negating(folder / "d", model.folder)}
@@ -47,15 +48,15 @@ def spec(name: str, role: Role, model: Path, adapters: dict[str, Path]) -> NodeS
 
 
 def ticket(give: Node, asked: Question, adapter: str) -> Params:
-    """The prefill leg with this adapter."""
-    got: Params = answered(give.url, asked.prompt, 1, model=adapter, kv_transfer_params=TO_HAND_OVER)
+    """Send the prefill leg with this adapter."""
+    got: Params = complete_ids(give.url, asked.prompt, 1, model=adapter, kv_transfer_params=TO_HAND_OVER)
     return dict(got["kv_transfer_params"])
 
 
 def tokens_of(take: Node, asked: Question, adapter: str, params: Params | None = None) -> list[int]:
-    """The decode leg, or without a ticket the whole request."""
+    """Send the decode leg, or without a ticket the whole request."""
     more = {} if params is None else {"kv_transfer_params": params}
-    got = answered(take.url, asked.prompt, TELLING, model=adapter, **more)
+    got = complete_ids(take.url, asked.prompt, TELLING, model=adapter, **more)
     return list(got["choices"][0]["token_ids"])
 
 

@@ -1,6 +1,6 @@
-"""Equal nodes with small caches under 200 conversations, while nodes are killed and roles change over and over.
+"""200 conversations on nodes of both roles with small caches, while nodes are killed and roles change repeatedly.
 
-No answer is wrong, none is lost, none waits for ever, and after it no node holds a block.
+No answer is wrong or lost, none waits forever, and afterwards no node holds a block.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ ROLES = (["decode"], ["prefill", "decode"], ["prefill"], ["prefill", "decode"])
 
 
 async def trouble(equals: Equals, proxy: Proxy) -> None:
-    """One node after the other changes its roles, ends with both, is killed, and is started anew."""
+    """Each node in turn changes its roles, gets both back, is killed, and is started again."""
     async with httpx.AsyncClient(base_url=proxy.admin_url, trust_env=False) as operator:
         for number in range(len(equals.nodes)):
             for roles in ROLES:
@@ -33,7 +33,7 @@ async def trouble(equals: Equals, proxy: Proxy) -> None:
 @pytest.mark.parametrize("routing", ["least-loaded", "cache"])
 @pytest.mark.parametrize("nodes", [2, 3])
 async def test_conversations_under_kills_and_role_changes(nodes: int, routing: str) -> None:
-    """So many conversations at a time, until every node was killed once."""
+    """`TALKS` conversations at a time, until every node was killed once."""
     with equal_nodes(f"e2e-many-on-{nodes}-{routing}", nodes) as equals:
         proxy = await asyncio.to_thread(equals.proxy, nodes, routing)
         turns, rounds = list[Turn](), 0

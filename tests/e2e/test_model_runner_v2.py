@@ -1,6 +1,6 @@
-"""A hand-over between two nodes on vLLM's model runner V2, which GPUs use unless told otherwise.
+"""A hand-over between nodes with vLLM's model runner V2, the default on GPUs.
 
-It posts loads after the forward pass, where V1 does so before. It is written in Triton, whose interpreter runs it here.
+V2 posts loads after the forward pass, V1 before it. V2 is written in Triton, whose interpreter runs it here.
 """
 
 from __future__ import annotations

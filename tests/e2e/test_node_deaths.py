@@ -1,5 +1,5 @@
-"""Either node dies or freezes, at any moment, under sixteen streams: no client can tell, but for a pause. And a request
-that no node can answer takes none of them from the others."""
+"""Either node dies or freezes at any moment, under sixteen streams: clients notice only a pause. A request that no node
+can answer takes no node from the others."""
 
 import asyncio
 import enum
@@ -26,19 +26,19 @@ IMPATIENT = {
     "PDPROXY_HEALTH_COOL_DOWN": "1",
     "PDPROXY_HEALTH_SLOW_START": "0",
 }
-"""A frozen node is given up after three health checks, 18 s; the deadlines of the legs are as they come, far longer."""
+"""A frozen node is given up after three health checks, 18 s. The deadlines of the legs are the defaults, far longer."""
 
 
 class Moment(enum.StrEnum):
-    """When it happens."""
+    """The moment of the fault."""
 
     OPENING = "opening"
-    """The first of the streams has begun: of the others, prefill legs are under way and decode legs open."""
+    """The first stream has begun; prefill legs of others are under way, and decode legs open."""
     STREAMING = "streaming"
-    """More than half of the streams have begun: both decode nodes are in the middle of some."""
+    """More than half of the streams have begun; both decode nodes are in the middle of some."""
 
     def reached(self, now: StreamLoad) -> bool:
-        """Whether it is here."""
+        """Whether the moment has come."""
         return now.begun() > 0 if self is Moment.OPENING else now.under_way()
 
 
@@ -56,14 +56,13 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    """Three nodes and a proxy, for all tests here; logs lie in `.run/e2e-deaths`."""
+    """Three nodes and a proxy, for all tests here. Logs: `.run/e2e-deaths`."""
     with running_fleet("e2e-deaths", IMPATIENT) as fleet:
         yield fleet
 
 
 BEAM_SEARCH = {"use_beam_search": True, "stream": True, "max_tokens": 30, "temperature": 0, "model": SERVED_NAME}
-"""vLLM 0.32 ends such a stream of chat without a finish reason where the best beam is empty: its first token is the
-end."""
+"""vLLM 0.32 ends such a chat stream without a finish reason if the best beam is empty: its first token is the end."""
 ROUNDS = 12
 
 
@@ -86,7 +85,7 @@ async def test_a_stream_that_every_node_gives_up_takes_none_of_them_out(whole: F
 
 
 async def beam_search_without_end(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
-    """A body to which the node gives no finish reason."""
+    """A body that the node answers without a finish reason."""
     lists = [quiz(seed, 60).prompt() for seed in range(10)]
     parts = ["hello", "", *(text[:length] for text in lists for length in range(1, 60, 4))]
     for content, penalty in itertools.product(parts, (1.0, -8.0)):

@@ -1,6 +1,6 @@
-"""Official clients, as their registries have them, through the proxy and at one stock engine: they get the same.
+"""Official clients, as their registries have them, get the same through the proxy as from one stock engine.
 
-The nodes have a reasoning parser and a tool parser. What a client asks stands in its script in `clients/`.
+The nodes have a reasoning parser and a tool parser. The clients' scripts in `clients/` have the questions.
 """
 
 import time
@@ -27,7 +27,7 @@ SCRIPTS = {
     "ai for Node": "ai_client.mjs",
 }
 SEEDS = 200
-"""Between one client's questions and the next one's."""
+"""The seeds of one client's questions."""
 LEAVES = "leaves"
 
 
@@ -43,7 +43,7 @@ class Targets:
 
 @pytest.fixture(scope="module")
 def targets() -> Iterator[Targets]:
-    """Started together; logs lie in `.run/e2e-clients`."""
+    """Started together. Logs: `.run/e2e-clients`."""
     specs = [replace(spec, more_arguments=NODE_FLAGS) for spec in (*pair_specs(), NodeSpec("alone", Role.PLAIN, 0, 0))]
     with Supervisor(logs_of("e2e-clients")) as supervisor:
         prefill, decode, alone = start_nodes(supervisor, specs, print)
@@ -51,7 +51,7 @@ def targets() -> Iterator[Targets]:
 
 
 class Counted:
-    """What proxy and decode node count from now on."""
+    """The proxy's and the decode node's counts from now on."""
 
     def __init__(self, targets: Targets) -> None:
         self._targets = targets
@@ -70,7 +70,7 @@ class Counted:
         return Watch(url, full, labels, read(url, full, **labels))
 
     def check(self, left: int) -> str:
-        """Every answer came from both nodes, and nothing failed but what the client itself got wrong; what was counted.
+        """Every answer came from both nodes, and nothing failed but the client's own mistakes. Returns the counts.
 
         Args:
             left: how many streams the client left.
@@ -90,7 +90,7 @@ class Counted:
         )
 
     def _idle(self) -> None:
-        """No node goes on for a client that is gone."""
+        """No node still works for a client that has left."""
         limit = time.monotonic() + PATIENCE_S
         for node in (self._targets.prefill, self._targets.decode):
             while read(node.url, "vllm:num_requests_running") + read(node.url, "vllm:num_requests_waiting"):

@@ -1,4 +1,4 @@
-"""Nodes with our connector behind routers of others: hand-overs are read and verified (docs/other-parts.md)."""
+"""Nodes with our connector behind other routers: hand-overs are read and verified (docs/other-parts.md)."""
 
 import socket
 import subprocess
@@ -26,7 +26,7 @@ UP_WITHIN_S = 60.0
 
 
 def post(url: str, body: dict[str, Any], name: str) -> dict[str, Any]:
-    """Raises httpx.HTTPError."""
+    """Send a leg. Raises httpx.HTTPError."""
     headers = {"x-request-id": name}
     got = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False)
     found: dict[str, Any] = got.raise_for_status().json()
@@ -34,7 +34,7 @@ def post(url: str, body: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def as_llm_d(pair: Pair) -> Ask:
-    """Both legs as llm-d's sidecar sends them (its NIXL v2 protocol): the fields, and one id for both."""
+    """Both legs as llm-d's sidecar sends them (its NIXL v2 protocol): its fields, and one id for both."""
 
     def ask(body: dict[str, Any]) -> dict[str, Any]:
         name = str(uuid.uuid4())
@@ -49,7 +49,7 @@ def as_llm_d(pair: Pair) -> Ask:
 
 @contextmanager
 def vllm_router(pair: Pair) -> Iterator[Ask]:
-    """vLLM's own router, as installed for `make bench`; the command is that of docs/other-parts.md."""
+    """vLLM's own router, as installed for `make bench`, with the command in docs/other-parts.md."""
     make_environment()
     port, metrics = free_row(2)
     line = [str(BENCH_VENV / "bin" / "vllm-router"), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]

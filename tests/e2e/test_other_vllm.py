@@ -1,4 +1,4 @@
-"""The tests behind the matrix in `docs/tested.md`, on the tested version of vLLM that has no build for CPUs."""
+"""The tests behind the matrix in `docs/tested.md`, on the tested vLLM version without a CPU build."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest
 
 @pytest.mark.parametrize("version", [each for each in TESTED if each != installed_release()])
 def test_the_matrix_holds_on_another_version(version: str) -> None:
-    """`make record` does the same, and notes what passes."""
+    """`make record` does the same, and records the passes."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""Every query of the dashboard and of the alerts, asked of a real proxy and of real nodes."""
+"""Run every query of the dashboard and of the alerts against a real proxy and real nodes."""
 
 import json
 import secrets
@@ -28,7 +28,8 @@ MINUTE = 60.0
 BOARD = ROOT / "deploy/grafana/dashboards/pdproxy.json"
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"
 WITH_KEYS = {"pdproxy_connector_key_file_changes_total", "pdproxy_connector_side_channel_refused_total"}
-"""Not exported here: these nodes have no ticket keys. `tests/connector` counts the looks, and the refusals."""
+"""Not exported here: these nodes have no ticket keys. `tests/connector` covers the reads of the file, and the
+refusals."""
 SCRAPED = ROOT / "deploy/prometheus/prometheus.yml"
 
 
@@ -36,38 +37,38 @@ QUIET = {
     *("pdproxy_leg_faults_total", "pdproxy_steps_total", "pdproxy_local_total", "pdproxy_stream_stall_seconds_bucket"),
     *("pdproxy_kv_event_lag_seconds_count", "pdproxy_kv_event_lag_seconds_bucket", "pdproxy_kv_places_forgotten_total"),
 }
-"""Series that have a value once something fails, or with KV events: `tests/watch` asks these panels of a real proxy
-whose legs fail and whose streams move."""
+"""Series with a value after a failure, or with KV events. `tests/watch` runs these panels against a real proxy whose
+legs fail and whose streams move."""
 STILL = {
     *("vllm:kv_cache_usage_perc", "vllm:num_preemptions_total", "vllm:num_requests_running"),
     *("vllm:num_requests_waiting", "up", "pdproxy_connector_barred_tickets_total"),
 }
-"""Of nodes, what may stay as it is while all goes well."""
+"""Series of nodes that may stay constant while all goes well."""
 WHILE_CUT = {"pdproxy_connector_barred_peers"}
-"""Above 0 while no read from a node works: `tests/e2e/test_cut_paths.py` cuts the network between two."""
+"""Above 0 while no read from a node works; `tests/e2e/test_cut_paths.py` cuts the network between two."""
 
 
 def panels() -> list[tuple[str, str]]:
-    """Query and legend of everything that the dashboard asks."""
+    """Query and legend of every panel."""
     asked = [target for panel in json.loads(BOARD.read_text())["panels"] for target in panel.get("targets", [])]
     return [(with_all_chosen(target["expr"]), target["legendFormat"]) for target in asked]
 
 
 def panels_of_nodes() -> list[tuple[str, str]]:
-    """Of these what is asked of nodes."""
+    """Those of them with series of nodes."""
     return [(query, legend) for query, legend in panels() if any(name in query for name in OF_NODES)]
 
 
 def of_alerts() -> list[Selector]:
-    """Every series of nodes that an alert reads."""
+    """Every series of nodes in an alert."""
     rules = [rule["expr"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
     asked = {each for rule in rules for each in selectors(rule) if each.metric.startswith(OF_NODES)}
     return sorted((each for each in asked if each.metric not in WITH_KEYS | WHILE_CUT), key=str)
 
 
 def live(pair: Pair, proxy: Proxy, seed: int) -> None:
-    """Whatever can happen, once: a request, and one that is streamed; on nodes two turns, a ticket that nobody reads, a
-    wrong one, and junk."""
+    """Cause each event once: a request, a stream; on nodes two turns, a ticket that nobody reads, a wrong ticket,
+    junk."""
     question = quiz(seed + 3, 300)
     assert complete(proxy.url, question.prompt()).text == question.answer
     _streamed(proxy, seed + 4)
@@ -105,14 +106,14 @@ def _junk(pair: Pair) -> None:
         dealer.linger = 5000
         dealer.connect(f"tcp://{HOST}:{pair.prefill.spec.side_channel_port}")
         dealer.send_multipart([b"junk"])
-    # A node sends its counts along with steps of the engine.
+    # A node sends its counts with the engine's steps.
     question = quiz(1, 100)
     while not junk.grown():
         assert complete(pair.prefill.url, question.prompt()).text == question.answer
 
 
 def scrape(pair: Pair, proxy: Proxy) -> list[Sample]:
-    """What the proxy and both nodes export, with the labels that prometheus.yml gives them."""
+    """The metrics of the proxy and both nodes, with the labels that prometheus.yml adds."""
     jobs = {job["job_name"]: job for job in yaml.safe_load(SCRAPED.read_text())["scrape_configs"]}
     given = {each["target_label"]: each["replacement"] for each in jobs["vllm"]["relabel_configs"]}
     found = httpx.get(f"{proxy.admin_url}/prometheus/targets", timeout=REQUEST_TIMEOUT_S, trust_env=False).json()
@@ -134,7 +135,7 @@ def scrape(pair: Pair, proxy: Proxy) -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def history(pair: Pair, proxy: Proxy) -> list[list[Sample]]:
-    """Two scrapes; everything happened before the first, and once more before the second."""
+    """Two scrapes. Every event happened before the first, and again before the second."""
     scrapes = []
     for turn in (0, 1):
         live(pair, proxy, 8000 + 10 * turn)
@@ -143,7 +144,7 @@ def history(pair: Pair, proxy: Proxy) -> list[list[Sample]]:
 
 
 def grown(selector: Selector, history: list[list[Sample]]) -> dict[frozenset[tuple[str, str]], float]:
-    """By how much each series grew between the two scrapes; one that is new, by all that it has."""
+    """The growth of each series between the two scrapes; of a new one, its value."""
     before, after = (
         {frozenset(sample.labels.items()): sample.value for sample in selector.of(scrape)} for scrape in history
     )
@@ -161,7 +162,7 @@ def test_every_panel_of_the_nodes_reads_series_that_grow(history: list[list[Samp
 
 @needs_promtool
 def test_every_panel_shows_something(history: list[list[Sample]], tmp_path: Path) -> None:
-    """Values of the labels that its legend shows."""
+    """Values of the labels in its legend."""
     asked = [each for each in panels() if not any(selector.metric in QUIET for selector in selectors(each[0]))]
     assert len(asked) >= len(panels()) - len(QUIET)
     tests = [test for query, legend in asked for test in shows_values(query, legend_labels(legend), MINUTE)]
@@ -184,7 +185,8 @@ def test_what_the_panels_of_the_nodes_show_is_more_than_nothing(history: list[li
 
 @pytest.mark.parametrize("selector", of_alerts(), ids=lambda each: each.metric)
 def test_every_series_of_the_alerts_is_exported(history: list[list[Sample]], selector: Selector) -> None:
-    """With its labels; what values they take, tests/test_metrics_page.py knows: a lease takes long to expire."""
+    """The series has the alert's labels. tests/test_metrics_page.py knows their values: a lease takes long to
+    expire."""
     found = Selector(selector.metric, ()).of(history[-1])
     assert any(sample.value > 0 for sample in found)
     assert all({matcher.label for matcher in selector.matchers} <= sample.labels.keys() for sample in found)

@@ -1,9 +1,9 @@
-"""The prefill node dies, freezes or goes deaf at each moment of a read: the decode node computes, soon and rightly.
+"""The prefill node dies, freezes or stops answering at each moment of a read: the decode node soon answers right.
 
-*Before*: between the two legs, on a decode node that has read from this prefill node already, or has not.
-*During*: the saboteur on the decode node stops all processes of the prefill node just before the transfer is posted,
-and kills them, or leaves them stopped, between the posting and the first look at its state. *After*: at the last byte,
-before the question whether the blocks were held. All deadlines are a few seconds.
+*Before*: between the two legs, on a decode node that has read from this prefill node already, or has not. *During*: the
+saboteur on the decode node stops the prefill node just before the transfer is posted; or kills or stops it between the
+posting and the first check of the transfer. *After*: at the last byte, before the question whether the blocks were
+held. All deadlines are a few seconds.
 """
 
 import time
@@ -26,19 +26,19 @@ from tests.e2e.sabotaged_connector import Moment, Order, Orders, sabotaged
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)]
 
 SOON_S = 60.0
-"""Every deadline below, each of two attempts, and a machine that is busy with other things."""
+"""Every deadline below twice, for there are two attempts, on a busy machine."""
 SHORT = {"pdproxy_read_deadline": 4.0, "pdproxy_probe_timeout": 3.0, "pdproxy_verify_timeout": 3.0}
 USAGE = "vllm:kv_cache_usage_perc"
 STOPPED_OR_KILLED = pytest.mark.parametrize(
     "fate", [ProcessFault.STOPPED, pytest.param(ProcessFault.KILLED, marks=pytest.mark.long)]
 )
-"""A killed node takes twenty seconds to start anew: `make test` has one that is killed before and during a read."""
+"""A killed node takes twenty seconds to start: `make test` kills one before and one during a read."""
 BAD_ENDS = ("transfer_failed", "unverified", "peer_unreachable", "no_progress", "not_held")
 
 
 @dataclass
 class Scene:
-    """Two nodes that each have a saboteur; the prefill node may be struck, and is made whole again."""
+    """Two nodes with a saboteur each. Tests may break the prefill node; `heal` repairs it."""
 
     supervisor: Supervisor
     prefill: Node
@@ -49,11 +49,11 @@ class Scene:
     seeds: Iterator[int] = field(default_factory=lambda: iter(range(1200, 1400)))
 
     def question(self) -> Quiz:
-        """One that no node has seen."""
+        """A question that no node has seen."""
         return quiz(next(self.seeds), 800)
 
     def hand_over(self) -> None:
-        """An honest one is verified, and right."""
+        """Hand a prompt over. The answer must be right, and the read verified."""
         hand_over(self.prefill.url, self.decode.url, self.question())
         self.known = self.prefill
 
@@ -62,8 +62,8 @@ class Scene:
         return tuple(descendants(self.prefill.part.process.pid))
 
     def computes(self, question: Quiz, ticket: Params) -> None:
-        """The decode node answers soon and rightly, and counts a read that came to nothing, or one that it did not make
-        since the one of the test before came to nothing."""
+        """The decode node answers soon and right. It counts a failed read, or one that it did not make because an
+        earlier one failed."""
         bad = [watch(self.decode.url, "reads", outcome=end) for end in BAD_ENDS]
         bad.append(watch(self.decode.url, "barred_tickets"))
         began = time.monotonic()
@@ -74,7 +74,7 @@ class Scene:
         assert took < SOON_S
 
     def heal(self) -> None:
-        """Wake the prefill node, or start a new one in its place, under its old address."""
+        """Resume the prefill node, or start a new one under its address."""
         for orders in self.orders.values():
             orders.give()
         go_on(self.prefill.part)
@@ -98,7 +98,7 @@ def spec(name: str, role: Role, folder: Path) -> NodeSpec:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """Both nodes, for all tests here; logs lie in `.run/e2e-faults`."""
+    """Both nodes, for all tests here. Logs: `.run/e2e-faults`."""
     folder = tmp_path_factory.mktemp("faults")
     roles = {"prefill": Role.PREFILL, "decode": Role.DECODE}
     with Supervisor(logs_of("e2e-faults")) as supervisor:
@@ -109,7 +109,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 @pytest.fixture
 def whole(scene: Scene) -> Scene:
-    """Both up, and one hand-over made."""
+    """Both nodes are up, and one hand-over was made."""
     scene.heal()
     scene.hand_over()
     return scene
@@ -117,7 +117,7 @@ def whole(scene: Scene) -> Scene:
 
 @pytest.fixture
 def strange(scene: Scene) -> Scene:
-    """Both up, and the decode node has never heard of this prefill node."""
+    """Both nodes are up, and the decode node has not met this prefill node."""
     if scene.known is scene.prefill:
         strike(scene.prefill.part, ProcessFault.KILLED)
     scene.heal()
@@ -134,7 +134,7 @@ def test_stopped_before_the_read(whole: Scene) -> None:
 
 
 def test_what_was_held_for_a_read_that_was_given_up_comes_back_when_the_node_wakes(whole: Scene) -> None:
-    """On both nodes, without another request to either; `test_given_up_reads` measures it."""
+    """On both nodes, without another request to either; `test_given_up_reads` measures the time."""
     question = whole.question()
     ticket = prefill(whole.prefill.url, question.prompt())
     ended = {how: watch(whole.prefill.url, "leases_ended", how=how) for how in ("read", "expired")}
@@ -178,7 +178,7 @@ def test_struck_before_the_first_read_from_it(strange: Scene, fate: ProcessFault
 
 
 def deafen(scene: Scene) -> None:
-    """End the prefill node's side channel under a ticket; the node is of no more use afterwards."""
+    """End the prefill node's side channel under a ticket. The node cannot be used afterwards."""
     scene.orders[Role.PREFILL].give(Order(Moment.PLANNED, deaf=True))
     question = scene.question()
     ticket = prefill(scene.prefill.url, question.prompt())

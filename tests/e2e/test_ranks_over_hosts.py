@@ -1,8 +1,9 @@
-"""An engine of four data-parallel ranks over two hosts, as the chart starts it: each host's server drives its own.
+"""An engine of four data-parallel ranks over two hosts, as the chart starts it: each host's server drives its own
+ranks.
 
-vLLM calls that hybrid load balancing. Here both hosts are 127.0.0.1. To the proxy each is a node of two ranks, which
-are the engine's 0 and 1, or 2 and 3: their side channels and KV events are numbered so, while a server counts from 0.
-The model is dense, as in `test_data_parallel`.
+vLLM calls this hybrid load balancing. Here both hosts are 127.0.0.1. The proxy sees each as a node of two ranks, which
+are the engine's 0 and 1, or 2 and 3: side channels and KV events use the engine's numbers, while a server counts from
+0. The model is dense, as in `test_data_parallel`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from deploy.local.stack import Proxy, ProxySpec, await_nodes, logs_of, start_pro
 from deploy.local.supervise import Supervisor
 from tests.e2e.dense import Dense, make_dense
 from tests.e2e.metrics_reader import watch
-from tests.e2e.ranks import Rank, answered, draw
+from tests.e2e.ranks import Rank, complete_ids, draw
 
 pytestmark = [pytest.mark.long, pytest.mark.own_engines]
 
@@ -30,7 +31,7 @@ RANKS = HOSTS * LOCAL
 
 @dataclass(frozen=True)
 class Spread:
-    """The hosts of the engine, and the node of the other role, which has one rank."""
+    """The engine's hosts, and the node of the other role, which has one rank."""
 
     hosts: list[Node]
     other: Node
@@ -38,12 +39,12 @@ class Spread:
 
     @property
     def ranks(self) -> list[Rank]:
-        """All of them, as their own servers count them."""
+        """All ranks, numbered as their own servers count them."""
         return [Rank(host, rank) for host in self.hosts for rank in range(LOCAL)]
 
 
 def spec(name: str, role: Role, model: Dense, ranks: int = 1) -> NodeSpec:
-    """A node of this model."""
+    """A node with this model."""
     return NodeSpec(
         name, role, 0, 0, model=model.folder, gpu_blocks=128, block_size=None, prefix_match_unit=None,
         data_parallel_size=ranks, more_arguments=("--dtype", "float32"),
@@ -51,7 +52,7 @@ def spec(name: str, role: Role, model: Dense, ranks: int = 1) -> NodeSpec:
 
 
 def on_host(given: NodeSpec, host: int, port: int) -> NodeSpec:
-    """The spec of one host; ``port``: of three in a row by which the hosts meet."""
+    """The spec of one host. ``port``: the first of three ports by which the hosts meet."""
     more = {
         "--nnodes": HOSTS, "--node-rank": host, "--master-addr": HOST, "--master-port": port,
         "--data-parallel-rpc-port": port + 2, "--data-parallel-size-local": LOCAL,
@@ -91,19 +92,19 @@ def test_each_rank_hands_over_by_its_own_side_channel(spread: Spread, model: Den
         verified = watch(take.node.url, "reads", outcome="verified")
         headers = (None, {"X-data-parallel-rank": str(rank.rank)})
         params = {"do_remote_decode": True, "do_remote_prefill": False}
-        first = answered(give.node.url, asked.prompt, 1, headers[gives], kv_transfer_params=params)
+        first = complete_ids(give.node.url, asked.prompt, 1, headers[gives], kv_transfer_params=params)
         ticket = first["kv_transfer_params"]
         assert ticket["remote_port"] == give.node.spec.side_channel_port + (index if gives else 0)
-        last = answered(take.node.url, asked.prompt, 6, headers[not gives], kv_transfer_params=ticket)
+        last = complete_ids(take.node.url, asked.prompt, 6, headers[not gives], kv_transfer_params=ticket)
         assert last["choices"][0]["token_ids"] == asked.answer
         verified.reaches(1)
 
 
 def test_the_proxy_counts_ranks_as_each_server_does_and_reads_their_events(spread: Spread, model: Dense) -> None:
-    """It names the planned rank in each leg: a server refuses one that it does not drive."""
+    """The proxy names the planned rank in each leg. A server refuses a rank that it does not drive."""
     for seed in range(40, 40 + 2 * RANKS):
         asked = draw(model, seed)
-        assert answered(spread.proxy.url, asked.prompt)["choices"][0]["token_ids"] == asked.answer
+        assert complete_ids(spread.proxy.url, asked.prompt)["choices"][0]["token_ids"] == asked.answer
     shown = httpx.get(f"{spread.proxy.admin_url}/nodes", timeout=30, trust_env=False).json()["nodes"]
     known = {node["url"]: [(place["rank"], place["known"]) for place in node["caches"]] for node in shown}
     assert [known[host.url] for host in spread.hosts] == [[(0, "all"), (1, "all")]] * HOSTS

@@ -1,7 +1,7 @@
-"""A request that a node's API server rejects ends nothing, whatever id its body gives itself.
+"""A request that a node's API server rejects ends no other request, whatever id its body has.
 
-vLLM tells the engine of it under that id, so that its ticket goes back; a living request's id there would fail an
-assertion of vLLM's scheduler, and the engine would end.
+vLLM reports it to the engine under that id, so that its ticket goes back. If a running request had the id, an assertion
+of vLLM's scheduler would fail, and the engine would end.
 """
 
 import re
@@ -28,7 +28,7 @@ AT_ONCE = 8
 
 
 def reject(node: Node, request_id: str, **params: Any) -> int:
-    """Send a prompt that is too long, under this id; the status that comes back."""
+    """Send a prompt that is too long under this id. Returns the status."""
     body = {
         "model": SERVED_NAME,
         "prompt": TOO_LONG,
@@ -44,7 +44,7 @@ def reject(node: Node, request_id: str, **params: Any) -> int:
 
 
 def test_under_the_name_that_a_living_ticket_gives_its_request(pair: Pair) -> None:
-    """The recipe that ended the prefill node while tickets named the engine's own request id."""
+    """The request that ended the prefill node while tickets named the engine's own request id."""
     question = quiz(2600, 700)
     ticket = prefill(pair.prefill.url, question.prompt())
     for node in (pair.prefill, pair.decode):
@@ -68,7 +68,7 @@ def test_several_at_once_under_one_id_all_give_their_tickets_back(pair: Pair) ->
 
 @pytest.fixture
 def talkative() -> Iterator[Node]:
-    """A prefill node that logs its engine's request ids; logs lie in `.run/e2e-rejected`."""
+    """A prefill node that logs its engine's request ids. Logs: `.run/e2e-rejected`."""
     with Supervisor(logs_of("e2e-rejected")) as supervisor:
         specs = on_free_ports(NodeSpec("prefill", Role.PREFILL, 0, 0, more_arguments=("--enable-log-requests",)))
         yield start_nodes(supervisor, specs, print)[0]
@@ -77,7 +77,7 @@ def talkative() -> Iterator[Node]:
 @pytest.mark.long
 @pytest.mark.own_engines
 def test_under_the_engine_s_own_id_of_a_living_request(talkative: Node) -> None:
-    """No ticket tells it; here it is read in the node's log."""
+    """No ticket has that id; here it is read from the node's log."""
     question = quiz(2630, 700)
     prefill(talkative.url, question.prompt())
     said = (logs_of("e2e-rejected") / "prefill.log").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The only node, or one node after the other, ends under streams, and all are started anew: the streams go on."""
+"""Streams go on when the only node ends, or one node after the other, and all are started again."""
 
 import asyncio
 import enum
@@ -19,9 +19,9 @@ from tests.e2e.stream_load import StreamLoad, reciters, start_stream_load
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)]
 
 STREAMS = 6
-"""As many as run at once in the small cache of one node."""
+"""As many as fit the small cache of one node."""
 MISSED_WITHIN_S = 30.0
-"""For some health checks, five seconds apart."""
+"""Seconds for some health checks, five seconds apart."""
 
 
 class Ending(enum.StrEnum):
@@ -29,13 +29,13 @@ class Ending(enum.StrEnum):
 
     KILLED = "killed"
     ASKED = "asked"
-    """By SIGTERM, as at an upgrade: vLLM aborts what runs."""
+    """By SIGTERM, as in an upgrade: vLLM aborts running requests."""
 
 
 async def end_all(equals: Equals, ending: Ending, load: StreamLoad) -> None:
-    """All nodes end, the next one as soon as the streams that moved to it have got on there.
+    """End all nodes, each as soon as the streams that moved to it have got on there.
 
-    A stream under which two nodes break without a token in between goes to no third one (docs/failures.md).
+    A stream that two nodes broke without a token in between goes to no third one (docs/failures.md).
     """
     if ending is Ending.KILLED:
         for node in equals.nodes:
@@ -47,7 +47,7 @@ async def end_all(equals: Equals, ending: Ending, load: StreamLoad) -> None:
 
 
 def further_than(pieces: list[int]) -> Callable[[StreamLoad], bool]:
-    """Whether each stream has more than so many pieces, or its end."""
+    """Whether each stream has more pieces than this, or has ended."""
 
     def reached(load: StreamLoad) -> bool:
         got = zip(load.streams, pieces, strict=True)
@@ -57,7 +57,7 @@ def further_than(pieces: list[int]) -> Callable[[StreamLoad], bool]:
 
 
 def await_missed(proxy: Proxy) -> None:
-    """Wait until the proxy has missed all nodes. A real start takes longer, a forked one may not."""
+    """Wait until the proxy has missed all nodes. A real start takes longer; a forked one may not."""
     limit = time.monotonic() + MISSED_WITHIN_S
     while True:
         nodes = httpx.get(f"{proxy.admin_url}/nodes", trust_env=False).json()["nodes"]
@@ -68,12 +68,12 @@ def await_missed(proxy: Proxy) -> None:
 
 
 def start_all(equals: Equals) -> None:
-    """Returns before the nodes serve."""
+    """Start the nodes, without waiting until they serve."""
     equals.nodes = [start_node(equals.supervisor, node.spec) for node in equals.nodes]
 
 
 def half_way(load: StreamLoad) -> bool:
-    """More than half of the streams have a part of their answers."""
+    """Whether more than half of the streams have a part of their answers."""
     return 2 * load.begun(20) > len(load.streams)
 
 

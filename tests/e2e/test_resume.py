@@ -1,4 +1,4 @@
-"""What a decode node can go on from by itself, after hand-overs that end where vLLM keeps a state."""
+"""A decode node resumes conversations by itself, after hand-overs that end where vLLM keeps a state."""
 
 import pytest
 
@@ -21,7 +21,8 @@ def test_both_nodes_say_at_which_unit(pair: Pair) -> None:
 
 
 def test_a_chat_s_later_turns_need_no_ticket(pair: Pair) -> None:
-    """Of the tokens of turns 2 to 6 it computes less than a third; without boundaries it computed all of them."""
+    """The decode node computes less than a third of the tokens of turns 2 to 6. Without boundaries it computed all of
+    them."""
     talk = quiz(3101, 650)
     hand_over(pair.prefill.url, pair.decode.url, talk.at_turn(1))
     computed = watch(pair.decode.url, "prompt_tokens", source="computed")
@@ -37,7 +38,8 @@ def test_a_chat_s_later_turns_need_no_ticket(pair: Pair) -> None:
 
 @pytest.mark.parametrize("length", [660, 700, 766, 1500])
 def test_any_length_leaves_a_state_to_go_on_from(pair: Pair, length: int) -> None:
-    """Also 660 to 766 tokens, of which vLLM 0.32's CPU build keeps no state unless it is told the block size."""
+    """The lengths 660 to 766 are included: vLLM 0.32's CPU build keeps no state for them unless it gets the block
+    size."""
     paper = quiz(3200 + length, length)
     hand_over(pair.prefill.url, pair.decode.url, paper)
     for node in (pair.decode, pair.prefill):
@@ -47,7 +49,8 @@ def test_any_length_leaves_a_state_to_go_on_from(pair: Pair, length: int) -> Non
 
 
 def test_it_goes_on_as_one_node_would(pair: Pair) -> None:
-    """Greedy tokens and log-probabilities, from a state that was read and kept, and from one computed here."""
+    """Greedy tokens and log-probabilities are equal, from a state that was read and kept, and from one computed
+    here."""
     talk = quiz(3301, 900)
     hand_over(pair.prefill.url, pair.decode.url, talk.at_turn(1))
     second = talk.at_turn(2)
@@ -58,8 +61,8 @@ def test_it_goes_on_as_one_node_would(pair: Pair) -> None:
 
 
 def test_a_hit_as_long_as_the_ticket_still_gets_its_state(pair: Pair) -> None:
-    """Turn 1 after turn 6, as when a user edits an old message: the attention of all of it is in the cache, and the
-    state at its end is not. It is read, with the last block of attention."""
+    """Turn 1 after turn 6, as when a user edits an old message: its attention is cached, the state at its end is not.
+    The state is read, with the last block of attention."""
     talk = quiz(3401, 4 * BLOCK + 6)
     hand_over(pair.prefill.url, pair.decode.url, talk.at_turn(TURNS))
     pulled = watch(pair.decode.url, "prompt_tokens", source="pulled")

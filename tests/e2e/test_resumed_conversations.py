@@ -1,8 +1,7 @@
-"""Chats on a decode node that can resume: what they save, and that they stay right whatever happens to the caches.
+"""Chats on a decode node that resumes by itself: the time saved, and right answers under any eviction.
 
-Long. The first test prints what a later turn costs with a hand-over, and without one; the second holds many
-conversations, of random turns with and without tickets, on caches so small that they overflow and that requests are
-preempted.
+Long. The first test prints the cost of a later turn with and without a hand-over. The second holds many conversations
+of random turns, with and without tickets, on caches that overflow, so that requests are preempted.
 """
 
 import random
@@ -30,12 +29,12 @@ CHATS = 12
 CONVERSATIONS = 200
 AT_ONCE = 8
 BLOCKS = 56
-"""Of 256 tokens: three long conversations overflow it (each takes up to eight, and as many states)."""
+"""Blocks of 256 tokens. Three long conversations overflow them: each takes up to eight, and as many states."""
 
 
 @dataclass(frozen=True)
 class Trio:
-    """A prefill and a decode node with small caches, and a plain engine that says what is right."""
+    """A prefill and a decode node with small caches, and a plain engine for the expected answers."""
 
     prefill: Node
     decode: Node
@@ -44,7 +43,7 @@ class Trio:
 
 @pytest.fixture(scope="module")
 def trio() -> Iterator[Trio]:
-    """Logs lie in `.run/e2e-resumed`."""
+    """Logs: `.run/e2e-resumed`."""
     with Supervisor(logs_of("e2e-resumed")) as supervisor:
         specs = [
             NodeSpec("prefill", Role.PREFILL, 0, 0, gpu_blocks=4 * BLOCKS),
@@ -68,7 +67,7 @@ def first_token(url: str, prompt: str, params: Params | None = None) -> float:
 
 
 def handed_over(trio: Trio, prompt: str) -> float:
-    """Seconds until the first event of a request with a hand-over, prefill leg included."""
+    """Seconds until the first event of a request with a hand-over, including the prefill leg."""
     began = time.monotonic()
     ticket = prefill(trio.prefill.url, prompt)
     return time.monotonic() - began + first_token(trio.decode.url, prompt, ticket)
@@ -101,7 +100,7 @@ def test_a_later_turn_is_quicker_without_a_hand_over(trio: Trio) -> None:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Some turns over one list; `handed`: which of them come with a ticket."""
+    """Turns over one list. `handed`: the turns with a ticket."""
 
     turns: tuple[Quiz, ...]
     handed: tuple[bool, ...]
@@ -109,7 +108,7 @@ class Conversation:
 
 
 def conversation(seed: int) -> Conversation:
-    """Two to five turns; every third conversation ends with a long recital, whose blocks push others out."""
+    """Two to five turns. Every third conversation ends with a long recital, whose blocks evict others."""
     source = random.Random(seed)
     length, turns = source.randrange(300, 1700), source.randrange(2, 6)
     talk = quiz(seed, length)
@@ -121,7 +120,7 @@ def conversation(seed: int) -> Conversation:
 
 
 def hold(trio: Trio, talk: Conversation) -> list[str]:
-    """What was answered otherwise than by one engine."""
+    """Answers that differ from one engine's."""
     wrong = []
     for question, handed in zip(talk.turns, talk.handed, strict=True):
         prompt = question.prompt()

@@ -1,7 +1,7 @@
-"""An engine goes on with an answer that was cut as if it had not been: the same tokens, ranks and end.
+"""An engine continues a cut answer as if it had not been cut: the same tokens, ranks and end.
 
-The cut answers are given back to the engine that produced them, by which both are computed on one machine. Streams that
-go from one node to another are the API server's tests.
+The engine that produced an answer also continues it, so that one machine computes both. The API server's tests cover
+streams that go from one node to another.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ CASES = (
 
 
 ON_V2 = ("log-probabilities", "penalties", "logit bias", "bad words", "minimum", "seed")
-"""Without what Triton's interpreter does not run: vLLM's kernels for grammars, and for `top_k` and `top_p`. And without
-a seed with penalties: of 40 such tokens one is a tie but for the last digits of bfloat16 (log-probabilities differ by
-0.03 to 0.1 between a prefill and single steps), as it may be after any preemption or prefix hit."""
+"""Without cases that Triton's interpreter cannot run: vLLM's kernels for grammars, and for `top_k` and `top_p`. Also
+without a seed with penalties: of 40 such tokens one is a tie but for the last digits of bfloat16 (log-probabilities
+differ by 0.03 to 0.1 between a prefill and single steps), as after any preemption or prefix hit."""
 
 Answers = dict[str, list[dict[str, Any]]]
-"""By case: each cut, with what follows it in the uncut answer, and in the resumed one."""
+"""By case: each cut, the rest of the uncut answer, and the rest of the resumed one."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def node() -> NodeSpec:
 
 
 def ask(spec: NodeSpec, cases: Sequence[str], folder: Path) -> Answers:
-    """One engine for all, in a process of its own without a server: it starts in twenty seconds."""
+    """Run one engine for all cases in a process of its own, without a server: it starts in twenty seconds."""
     line = [sys.executable, "-m", "tests.e2e.resumed_engine", str(folder / "answers.json"), *cases]
     with (folder / "log").open("wb") as log:
         ended = subprocess.run(
@@ -86,7 +86,7 @@ def test_it_goes_on_as_if_it_had_not_been_cut(answers: Answers, case: str) -> No
 
 @needs_triton
 def test_so_it_does_on_model_runner_v2(tmp_path: Path) -> None:
-    """Which GPUs use unless told otherwise; Triton's interpreter runs it here."""
+    """The default on GPUs. Triton's interpreter runs it here."""
     spec = with_triton(node(), ModelRunner.V2, tmp_path)
     answers = ask(spec, ON_V2, tmp_path)
     assert "Using V2 Model Runner" in (tmp_path / "log").read_text(encoding="utf-8")
@@ -95,7 +95,7 @@ def test_so_it_does_on_model_runner_v2(tmp_path: Path) -> None:
 
 
 def test_the_settings_mattered(answers: Answers) -> None:
-    """No two of these cases have the same answer, but for log-probabilities."""
+    """No two of these cases have the same answer, apart from log-probabilities."""
     told = {case: tuple(answers[case][0]["uncut"]["ids"]) for case in CASES}
     del told["log-probabilities"]
     assert len(set(told.values())) == len(told)

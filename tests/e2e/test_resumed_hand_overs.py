@@ -1,7 +1,7 @@
-"""A stream's second decode node, without the API server's part: a ticket for the prompt, and an order with what it had.
+"""A stream's second decode node, without the API server's part: a ticket for the prompt, and an order with its tokens.
 
-Both nodes are given the secret, and name requests as the caller does, so that orders can be made here. What one node
-answers uncut is compared with what the other makes of it from a cut on.
+Both nodes get the secret and name requests as the caller does, so that orders can be made here. One node's uncut answer
+is compared with the other's continuation from each cut.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a prefix that prompts share costs the first, second and third of them, by the settings of the prefix cache.
+"""The cost of a shared prefix to the first, second and third prompt, by the settings of the prefix cache.
 
-`python -m deploy.bench.retention` has the same from vLLM's scheduler alone, for any block size; here it is real nodes,
-and what `pdproxy check` tells of them. Run it with -s to see the table.
+`python -m deploy.bench.retention` gets the same from vLLM's scheduler alone, for any block size. This test uses real
+nodes, and the report of `pdproxy check`. Run with -s to see the table.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest
 
 SHARED, REST = 2900, 300
 STEP = 2048
-"""`--max-num-batched-tokens` of vLLM's API server on a CPU, unless it is given."""
+"""The default `--max-num-batched-tokens` of vLLM's API server on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ PAIRS = (
 
 
 def ask(node: Node, prompt: list[int]) -> int:
-    """Compute a prompt: how many of its tokens were cached."""
+    """Compute a prompt. Returns how many of its tokens were cached."""
     body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{node.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
     answer.raise_for_status()
@@ -70,19 +70,19 @@ def ask(node: Node, prompt: list[int]) -> int:
 def hits(node: Node) -> tuple[int, ...]:
     prefix = [10 + at % 800 for at in range(SHARED)]
     prompts = [[*prefix, *[900 + at] * REST] for at in range(3)]
-    # No answer is like it: the turn shares the prompt alone.
+    # No answer is like it: the turn shares only the prompt.
     return (*(ask(node, prompt) for prompt in prompts), ask(node, [*prompts[0], *[5] * REST]))
 
 
 def told(node: Node) -> list[str]:
-    """By `pdproxy check`."""
+    """The report of `pdproxy check`."""
     configured = ConfiguredNode(url=node.url, roles=(types.Role.PREFILL,))
     return list(asyncio.run(inspect(Settings(nodes=(configured,)), HostEnvironment())).caches)
 
 
 @pytest.fixture(params=PAIRS, ids=("default", "interval", "interval and steps"))
 def running(request: pytest.FixtureRequest) -> Iterator[list[tuple[Setting, Node]]]:
-    """Logs lie in `.run/e2e-retention`."""
+    """Logs: `.run/e2e-retention`."""
     pair: tuple[Setting, ...] = request.param
     with Supervisor(logs_of("e2e-retention")) as supervisor:
         nodes = start_nodes(supervisor, [setting.spec(at) for at, setting in enumerate(pair)], print)

@@ -1,7 +1,7 @@
-"""Every decode node is restarted, one after another, while streams of all shapes run: no client is told of it.
+"""Every decode node is restarted in turn while streams of all shapes run: no client notices.
 
-As docs/upgrading.md says it is done: drain the node, which hands its streams over, stop it, start it again, and let it
-rejoin.
+The steps are those of docs/upgrading.md: drain the node, which hands its streams over, stop it, start it again, and let
+it rejoin.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from tests.e2e.stream_shapes import NODE_FLAGS, shapes
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest.mark.timeout(1500)]
 
 CLIENTS = 4
-"""All the time; more, and two cores take minutes to start a node."""
+"""Clients at any time. With more, two cores take minutes to start a node."""
 DRAIN_S = 0
-"""For streams to end by themselves. None, so that all of them are handed over."""
+"""Seconds for streams to end by themselves: none, so that all of them are handed over."""
 SETTLED_WITHIN_S = 120.0
 UNDISTURBED_S = 3.0
-"""Of load before the first restart."""
+"""Seconds of load before the first restart."""
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    """Three nodes with our parsers and a proxy; logs lie in `.run/e2e-restarts`."""
+    """Three nodes with our parsers and a proxy. Logs: `.run/e2e-restarts`."""
     with running_fleet("e2e-restarts", {}, decode=(), more=NODE_FLAGS) as fleet:
         yield fleet
 
@@ -64,7 +64,7 @@ async def test_decode_nodes_are_restarted_one_after_another(fleet: Fleet) -> Non
 
 
 def restart(fleet: Fleet, name: str) -> None:
-    """Drain, stop, start, rejoin; returns when the node serves."""
+    """Drain, stop, start, rejoin. Returns once the node serves."""
     url = f"{fleet.proxy.admin_url}/nodes/{name}"
     began = time.monotonic()
     httpx.post(f"{url}/drain", params={"seconds": DRAIN_S}, trust_env=False).raise_for_status()
@@ -77,7 +77,7 @@ def restart(fleet: Fleet, name: str) -> None:
 
 
 def start_anew(fleet: Fleet, name: str) -> None:
-    """Stop a node with SIGTERM and start it again; returns when it answers."""
+    """Stop a node with SIGTERM and start it again. Returns once it answers."""
     node = fleet.nodes[name]
     fleet.supervisor.stop(node.part)
     fleet.nodes[name] = start_node(fleet.supervisor, node.spec)
@@ -85,7 +85,7 @@ def start_anew(fleet: Fleet, name: str) -> None:
 
 
 def until(url: str, key: str, value: object) -> None:
-    """Wait for what the proxy says of a node; AssertionError when it does not within SETTLED_WITHIN_S."""
+    """Wait for a value in the proxy's report about a node. Raises AssertionError after SETTLED_WITHIN_S."""
     limit = time.monotonic() + SETTLED_WITHIN_S
     while (said := httpx.get(url, trust_env=False).raise_for_status().json()[key]) != value:
         assert time.monotonic() < limit, f"{url}: {key} is {said}, not {value}"
@@ -93,7 +93,7 @@ def until(url: str, key: str, value: object) -> None:
 
 
 def show(streams: list[FollowedStream], moved: dict[str, tuple[str, float]]) -> None:
-    """Print the stalls of the streams that were moved, beside those of the others."""
+    """Print the pauses of the streams that were moved, beside those of the others."""
     stalls = sorted(stream.stall() for stream in streams if stream.request_id in moved)
     others = max((stream.stall() for stream in streams if stream.request_id not in moved), default=0.0)
     kinds = {stream.shape.name for stream in streams if stream.request_id in moved}

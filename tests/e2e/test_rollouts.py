@@ -1,7 +1,7 @@
-"""The upgrade test: the chart is rendered before and after a change, a small Kubernetes makes one of the other, and
-clients never stop asking meanwhile. Real engines, real proxies, the rendered `preStop`.
+"""The upgrade test: a small Kubernetes turns the chart rendered before a change into the chart after it, under load. It
+runs real engines, real proxies and the rendered `preStop`.
 
-`make test` has one change, a new image by surge; `make test-long` has all of them.
+`make test` makes one change, a new image by surge; `make test-long` makes all of them.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(1800
 
 NEXT_RELEASE, PROXY_TAG, NODE_TAG = "0.1.1", "image.proxy.tag", "image.node.tag"
 BEFORE_S = AFTER_S = 3.0
-"""Of load, around a change."""
+"""Seconds of load before and after a change."""
 KEYS_READ_WITHIN_S = 8.0
-"""Nodes look into their file every five seconds."""
+"""Nodes read their file every five seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def chart() -> Iterator[SteadyChart]:
 
 
 class Rollouts:
-    """A cluster and the changes made to it so far, a line for each."""
+    """A cluster and the changes made to it so far, one line each."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -60,12 +60,12 @@ class Rollouts:
         self.table: list[str] = []
 
     async def install(self, *releases: Manifests, nodes: int) -> None:
-        """Without load; returns when the proxies serve with all nodes."""
+        """Install without load. Returns once the proxies serve with all nodes."""
         await self.cluster.apply(*releases)
         await self._settled(nodes)
 
     async def change(self, name: str, *releases: Sequence[Manifests], nodes: int) -> Load:
-        """Apply each list of releases in turn, under load; returns what the clients saw."""
+        """Apply each list of releases in turn, under load. Returns the clients' results."""
         before = set(map(id, self.cluster.pods))
         begun = len(self.cluster.log)
         async with under_load(self.cluster.url, lambda: self.key, seed=len(self.table)) as load:
@@ -85,7 +85,7 @@ class Rollouts:
         return load
 
     async def nodes(self) -> Any:
-        """What the proxy says under /nodes; that there are none, where no proxy is ready."""
+        """The proxy's /nodes; no nodes where no proxy is ready."""
         if not self.cluster.endpoints("proxy"):
             return {"nodes": [], "cohorts": []}
         headers = {"authorization": f"Bearer {self.cluster.secret('access/admin.token').strip()}"}
@@ -94,12 +94,12 @@ class Rollouts:
         return answer.raise_for_status().json()
 
     async def cohorts(self) -> list[Any]:
-        """The cohorts that have nodes that serve."""
+        """The cohorts with nodes that serve."""
         found = (await self.nodes())["cohorts"]
         return [each for each in found if each["prefill"]["serving"] + each["decode"]["serving"]]
 
     async def _settled(self, nodes: int) -> None:
-        """So many nodes are up, and no others are known."""
+        """Wait until so many nodes are up, and no others are known."""
         async with asyncio.timeout(PATIENCE_S):
             states: list[str] = []
             while states != ["up"] * nodes:
@@ -107,7 +107,7 @@ class Rollouts:
                 await asyncio.sleep(0.5)
 
     async def _watch_cohorts(self) -> None:
-        """Note each change of what the proxy shows of cohorts."""
+        """Note each change in the proxy's report of cohorts."""
         last = ""
         while True:
             found = (await self.nodes())["cohorts"]
@@ -126,7 +126,7 @@ def _standing(cohort: Any) -> str:
 
 @asynccontextmanager
 async def a_cluster(name: str, mounts: Path, room: int) -> AsyncIterator[Rollouts]:
-    """Empty; logs lie in `.run/e2e-NAME`. No pod may have been killed when it is left."""
+    """An empty cluster. Logs: `.run/e2e-NAME`. No pod may have been killed when it is left."""
     with Supervisor(logs_of(f"e2e-{name}")) as supervisor:
         async with ApiServer() as api, Cluster(supervisor, api, mounts, room) as cluster:
             made = Rollouts(cluster)
@@ -136,7 +136,7 @@ async def a_cluster(name: str, mounts: Path, room: int) -> AsyncIterator[Rollout
 
 
 async def test_new_images_by_surge(chart: SteadyChart, tmp_path: Path) -> None:
-    """Of nodes and proxy at once, as a release brings them."""
+    """Images of nodes and proxy change at once, as in a release."""
     values = base(strategy="surge")
     upgraded = changed(changed(values, NODE_TAG, NEXT_RELEASE), PROXY_TAG, NEXT_RELEASE)
     async with a_cluster("surge", tmp_path, room=4) as it:
@@ -149,7 +149,7 @@ async def test_new_images_by_surge(chart: SteadyChart, tmp_path: Path) -> None:
 
 @pytest.mark.long
 async def test_what_needs_no_spare_node(chart: SteadyChart, tmp_path: Path) -> None:
-    """The chart's version, the proxy's image, all keys; then, by surge, other weights under the same path."""
+    """The chart's version, the proxy's image and all keys change; then, by surge, the weights under the same path."""
     model = tmp_path / "model"
     shutil.copytree(MODEL, model)
     values = base(strategy="surge")
@@ -181,7 +181,7 @@ async def test_what_needs_no_spare_node(chart: SteadyChart, tmp_path: Path) -> N
 
 
 async def rotate_keys(it: Rollouts, chart: SteadyChart, values: dict[str, Any]) -> None:
-    """API keys and ticket keys: append, put first, remove; no pod restarts, and no ticket is refused."""
+    """API keys and ticket keys: append, put first, remove. No pod restarts, and no ticket is refused."""
     pods = list(it.cluster.pods)
     names = [(API_KEY, NEXT_API_KEY), (NEXT_API_KEY, API_KEY), (NEXT_API_KEY,)]
     tickets = [(TICKET_KEY, NEXT_TICKET_KEY), (NEXT_TICKET_KEY, TICKET_KEY), (NEXT_TICKET_KEY,)]
@@ -199,7 +199,7 @@ async def rotate_keys(it: Rollouts, chart: SteadyChart, values: dict[str, Any]) 
 
 
 def replace_weights(file: Path) -> None:
-    """Other weights, which answer the same: one value moves by the least bit. A new file, renamed."""
+    """Write weights with the same answers: one value changes by the last bit. The new file is renamed into place."""
     tensors = load_file(file)
     name = min(tensors, key=lambda each: tensors[each].numel())
     tensors[name].view(-1)[0] *= 1.01

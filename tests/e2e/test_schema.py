@@ -1,4 +1,4 @@
-"""Schemathesis makes requests up from the proxy's own OpenAPI document, right ones and wrong ones."""
+"""Schemathesis makes requests from the proxy's own OpenAPI document, valid and invalid ones."""
 
 import os
 import subprocess
@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 RUN_S = 900.0
 EXAMPLES = 60
-"""Per operation, and per phase."""
+"""Per operation and phase."""
 LEFT_TO_NODES = "positive_data_acceptance,negative_data_rejection"
-"""What exactly is a good body is for the node to say, not for the document: it may refuse more, and take more."""
+"""The node, not the document, decides which bodies are valid: it may refuse more, and accept more."""
 
 
 @pytest.mark.timeout(1000)

@@ -1,6 +1,6 @@
-"""One client's seed must not end a node, nor give other tokens when the prompt was cached.
+"""One client's seed must not end a node, nor give other tokens when the prompt is cached.
 
-What was wrong: on a CPU, a seeded request whose prompt is computed in chunks ended vLLM's engine.
+On a CPU, a seeded request whose prompt was computed in chunks used to end vLLM's engine.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ LONGER_THAN_A_BLOCK = quiz(seed=4711, tokens=1700)
 
 
 async def sampled(url: str, seed: int) -> tuple[str, int]:
-    """Text, and how many prompt tokens were cached; so hot that every seed has its own text."""
+    """The text, and how many prompt tokens were cached. The temperature gives every seed a text of its own."""
     body: dict[str, Any] = {"model": SERVED_NAME, "prompt": LONGER_THAN_A_BLOCK.prompt(), "max_tokens": 24}
     body |= {"seed": seed, "temperature": 2.0, "ignore_eos": True}
     async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
@@ -29,7 +29,7 @@ async def sampled(url: str, seed: int) -> tuple[str, int]:
 
 
 async def test_a_seed_means_the_same_with_and_without_a_cached_prompt(pair: Pair) -> None:
-    """vLLM keeps the state at the prompt's last boundary, so the second and third are served from the cache."""
+    """vLLM keeps the state at the prompt's last boundary, so that the second and third request hit the cache."""
     told = [await sampled(pair.decode.url, 3) for _ in range(3)]
     assert [bool(cached) for _, cached in told] == [False, True, True]
     assert len({text for text, _ in told}) == 1

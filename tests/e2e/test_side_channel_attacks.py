@@ -1,4 +1,4 @@
-"""Attacks on the side channel of real nodes, and through it: no engine dies, no memory grows, no honest read waits."""
+"""Attacks on and through the side channel of real nodes: no engine dies, no memory grows, no honest read waits."""
 
 import json
 import time
@@ -43,13 +43,13 @@ KEYED = {"PDPROXY_TICKET_KEYS": "the key of these two nodes"}
 
 
 def black_holed(ticket: Params, number: int, port: int) -> Params:
-    """A ticket of an engine that nobody knows, at a port that accepts and never answers."""
+    """A ticket of an unknown engine, at a port that accepts and never answers."""
     return altered(ticket, {"remote_engine_id": f"nobody-{number}", "remote_port": port})
 
 
 @contextmanager
 def beside_black_holes(pair: Pair, count: int, seed: int) -> Iterator[None]:
-    """While so many tickets lead nowhere; each is computed, rightly, in the end."""
+    """While inside, so many tickets lead nowhere. Each prompt is computed, and right, in the end."""
     question = quiz(seed, 60)
     ticket = prefill(pair.prefill.url, question.prompt())
     refused = watch(pair.decode.url, "refused")
@@ -69,7 +69,7 @@ def beside_black_holes(pair: Pair, count: int, seed: int) -> Iterator[None]:
 
 
 def await_running(node: Node, count: int) -> None:
-    """Until the node works on so many requests."""
+    """Wait until the node runs so many requests."""
     limit = time.monotonic() + PATIENCE_S
     while read(node.url, "vllm:num_requests_running") + read(node.url, "vllm:num_requests_waiting") < count:
         assert time.monotonic() < limit
@@ -77,7 +77,7 @@ def await_running(node: Node, count: int) -> None:
 
 
 def reads_at_once(pair: Pair, question: Quiz) -> float:
-    """Seconds of an honest decode leg, whose read is verified; within a second."""
+    """Seconds of an honest decode leg, whose read is verified within a second."""
     verified = watch(pair.decode.url, "reads", outcome="verified")
     ticket = prefill(pair.prefill.url, question.prompt())
     took = seconds(lambda: complete(pair.decode.url, question.prompt(), 1, params=ticket))
@@ -87,7 +87,8 @@ def reads_at_once(pair: Pair, question: Quiz) -> float:
 
 
 def test_a_flood_and_black_holes_change_nothing(pair: Pair) -> None:
-    """The quick one: an endless multipart at the prefill node, eight tickets that lead nowhere at the decode node."""
+    """The quick one: an endless multipart message to the prefill node, eight tickets that lead nowhere at the decode
+    node."""
     hand_over(pair.prefill.url, pair.decode.url, quiz(7000, 300))
     listener = owner_of(pair.prefill)
     before = memory_of(listener)
@@ -104,18 +105,18 @@ def test_a_flood_and_black_holes_change_nothing(pair: Pair) -> None:
 
 @dataclass
 class Scene:
-    """A pair of one's own, whose prefill node keeps its engine id, and what starts nodes."""
+    """A pair of its own, whose prefill node keeps its engine id."""
 
     supervisor: Supervisor
     pair: Pair
 
     def restart_prefill(self, **environment: str) -> None:
-        """A new run under the same addresses."""
+        """Start the prefill node again under the same addresses."""
         self.pair = Pair(self._again(self.pair.prefill, environment), self.pair.decode)
         self._await()
 
     def restart_decode(self, **environment: str) -> None:
-        """The same for the decode node, which then knows nobody."""
+        """Start the decode node again; it then knows no prefill node."""
         self.pair = Pair(self.pair.prefill, self._again(self.pair.decode, environment))
         self._await()
 
@@ -129,7 +130,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    """Logs lie in `.run/e2e-attacked`. Forged tickets lead nowhere for longer than it takes to start them all."""
+    """Logs: `.run/e2e-attacked`. Forged tickets lead nowhere for longer than it takes to start them all."""
     slow = {"pdproxy_probe_timeout": 15.0}
     prefill_spec, decode_spec = on_free_ports(
         NodeSpec("prefill", Role.PREFILL, 0, 0), NodeSpec("decode", Role.DECODE, 0, 0, connector_config=slow)
@@ -161,7 +162,7 @@ def test_every_flood(scene: Scene, stream: bytes) -> None:
 @pytest.mark.parametrize("holes", [0, 8, 64])
 def test_an_honest_first_read_beside_black_holes(scene: Scene, holes: int) -> None:
     scene.restart_decode()
-    complete(scene.pair.decode.url, quiz(7300, 300).prompt())  # what every first request of a node costs
+    complete(scene.pair.decode.url, quiz(7300, 300).prompt())  # the cost of every first request of a node
     with beside_black_holes(scene.pair, holes, 7310 + holes):
         print(f"first read beside {holes} black holes: {reads_at_once(scene.pair, quiz(7320 + holes, 300)):.3f} s")
 

@@ -1,4 +1,4 @@
-"""The trace of one chat with real engines, as a collector gets it; what metrics and log say beside it."""
+"""The trace of one chat with real engines, as a collector gets it, beside the metrics and the log."""
 
 import json
 import time
@@ -32,7 +32,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def tracing_proxy(pair: Pair, collector: Collector) -> Iterator[Proxy]:
-    """A proxy of its own in front of the shared nodes, which exports what it traces within a tenth of a second."""
+    """A proxy of its own in front of the shared nodes; it exports spans within a tenth of a second."""
     otel = {"PDPROXY_OTEL_EXPORT": "otlp", "PDPROXY_OTEL_ENDPOINT": collector.url, "PDPROXY_OTEL_SAMPLE": "1"}
     spec = ProxySpec(more_environment={**otel, "OTEL_BSP_SCHEDULE_DELAY": "100", "PDPROXY_LOG_FORMAT": "json"})
     with Supervisor(logs_of(FOLDER)) as supervisor:
@@ -40,7 +40,7 @@ def tracing_proxy(pair: Pair, collector: Collector) -> Iterator[Proxy]:
 
 
 def spans_of(collector: Collector, trace_id: str, number: int) -> list[CollectedSpan]:
-    """So many spans of a trace, in the order of their beginnings; TimeoutError where they do not come."""
+    """So many spans of a trace, in the order of their starts. Raises TimeoutError if they do not come."""
     limit = time.monotonic() + WITHIN_S
     while len(found := [span for span in collector.spans if span.trace_id == trace_id]) < number:
         if time.monotonic() > limit:

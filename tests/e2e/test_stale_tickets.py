@@ -1,4 +1,4 @@
-"""A ticket older than its lease, after the prefill node gave its blocks to others: computed, not read wrongly.
+"""A ticket older than its lease, whose blocks hold other prompts by now: the prompt is computed, not read wrongly.
 
 Stock vLLM 0.32 answers such a ticket with HTTP 200 and another request's text.
 """
@@ -24,7 +24,7 @@ CROWD = range(12)
 
 @pytest.fixture(scope="module")
 def short_leased() -> Iterator[Pair]:
-    """A prefill node with few blocks and short leases, and a decode node; logs lie in `.run/e2e-stale`."""
+    """A prefill node with few blocks and short leases, and a decode node. Logs: `.run/e2e-stale`."""
     specs = on_free_ports(
         NodeSpec("prefill", Role.PREFILL, 0, 0, gpu_blocks=FEW_BLOCKS, connector_config={"kv_lease_duration": LEASE_S}),
         NodeSpec("decode", Role.DECODE, 0, 0),
@@ -34,7 +34,7 @@ def short_leased() -> Iterator[Pair]:
 
 
 def stale(pair: Pair, questions: list[Quiz]) -> list[Params]:
-    """Tickets whose leases have run out, and whose blocks hold other prompts by now."""
+    """Tickets whose leases have expired, and whose blocks hold other prompts by now."""
     ended = watch(pair.prefill.url, "leases_ended", how="expired")
     tickets = [prefill(pair.prefill.url, question.prompt()) for question in questions]
     ended.reaches(len(tickets))

@@ -1,6 +1,6 @@
-"""What vLLM's own `NixlConnector` does with a hybrid model, by itself: a column of `docs/tested.md`.
+"""vLLM's own `NixlConnector` with a hybrid model, without our connector: a column of `docs/tested.md`.
 
-Two of its nodes, without anything of this project but the class that lets a CPU sample with a seed.
+The two nodes have nothing of this project but the class that lets a CPU sample with a seed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRANSFERS = "vllm:nixl_xfer_time_seconds_count"
 
 
 def stock(spec: NodeSpec) -> NodeSpec:
-    """A node with vLLM's connector. `kv_load_failure_policy` as ours demand it, for the answers to be comparable."""
+    """A node with vLLM's connector. `kv_load_failure_policy` is ours, so that the answers can be compared."""
     config = {"kv_connector": "NixlConnector", "kv_role": KV_ROLES[spec.role], "kv_load_failure_policy": "recompute"}
     return replace(
         spec,
@@ -74,7 +74,7 @@ def local_hits(node: Node) -> float:
 
 
 def test_nothing_is_hit_without_a_ticket(nodes: tuple[Node, Node]) -> None:
-    """The state that was read is registered nowhere: the next turn is computed from its first token."""
+    """The state that was read is not registered in the cache: the next turn is computed from its first token."""
     talk = quiz(803, LENGTH)
     handed_over(nodes, talk.prompt())
     said = complete(nodes[1].url, talk.at_turn(2).prompt())
@@ -82,7 +82,7 @@ def test_nothing_is_hit_without_a_ticket(nodes: tuple[Node, Node]) -> None:
 
 
 def test_the_ticket_of_another_prompt_gives_a_wrong_answer(nodes: tuple[Node, Node]) -> None:
-    """And the right ticket of that prompt does so afterwards, for the wrong blocks are in the prefix cache."""
+    """The right ticket of that prompt then also gives a wrong answer, for the wrong blocks are in the prefix cache."""
     one, other = quiz(804, LENGTH), quiz(805, LENGTH)
     said = handed_over(nodes, other.prompt(), prefill(nodes[0].url, one.prompt()))
     again = handed_over(nodes, other.prompt())

@@ -1,7 +1,7 @@
-"""The proxy in front of nodes with vLLM's own NixlConnector, and none of ours (docs/other-parts.md).
+"""The proxy in front of nodes with vLLM's own NixlConnector, without our connector (docs/other-parts.md).
 
-Prompts are handed over, answers are right, and one whose prefill node has died is computed on the decode node. What
-such nodes do not do is written there.
+Prompts are handed over and answers are right. A prompt whose prefill node has died is computed on the decode node. The
+page lists what such nodes cannot do.
 """
 
 import json
@@ -44,13 +44,13 @@ class Stock:
 
 
 def stock(spec: NodeSpec) -> NodeSpec:
-    """The same node, without anything of ours but what a CPU needs."""
+    """The same node, with nothing of ours but what a CPU needs."""
     return replace(spec, connector_module="", more_environment={"VLLM_PLUGINS": ""})
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Stock]:
-    """Logs lie in `.run/e2e-stock`."""
+    """Logs: `.run/e2e-stock`."""
     with Supervisor(logs_of("e2e-stock")) as supervisor:
         prefill, decode = start_nodes(supervisor, [stock(spec) for spec in pair_specs()], print)
         yield Stock(prefill, decode, start_proxy(supervisor, ProxySpec(), [prefill, decode], print))

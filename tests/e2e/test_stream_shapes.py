@@ -1,7 +1,7 @@
-"""A stream of any shape whose decode node is killed: its client reads what it would have read, and no error.
+"""The decode node of a stream of any shape is killed: its client reads the uncut answer, and no error.
 
-Reasoning, tools, grammars, penalties, several choices, any API: the table is in stream_shapes.py; how answers are
-compared, and why so, in stream_contents.py.
+Reasoning, tools, grammars, penalties, several choices, any API: stream_shapes.py lists the shapes, stream_contents.py
+compares the answers.
 """
 
 import asyncio
@@ -22,27 +22,27 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(3000
 
 IMPATIENT = {"PDPROXY_HEALTH_INTERVAL": "1", "PDPROXY_HEALTH_COOL_DOWN": "1", "PDPROXY_HEALTH_SLOW_START": "0"}
 CUTS = 5
-"""Of each shape, at least, in all rounds together."""
+"""The least number of cuts of each shape, in all rounds together."""
 MOST_ROUNDS = 24
 COPIES = 2
-"""Streams of each shape in a round, at least; about half are on the node that dies."""
+"""The least number of streams of each shape in a round; about half are on the node that dies."""
 STREAMS = 24
-"""In a round, at least: fewer are done before it dies."""
+"""The least number of streams in a round: fewer would end before the node dies."""
 SLACK_S = 0.5
-"""Between a stall as the proxy's log tells it and as the client saw it, on a busy machine."""
+"""Seconds by which a pause in the proxy's log and the client's may differ on a busy machine."""
 SEED = 20261123
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    """Three nodes with our parsers and a proxy; logs lie in `.run/e2e-shapes`."""
+    """Three nodes with our parsers and a proxy. Logs: `.run/e2e-shapes`."""
     with running_fleet("e2e-shapes", IMPATIENT, decode=(), more=NODE_FLAGS) as fleet:
         yield fleet
 
 
 @pytest.fixture(scope="module")
 def answers(fleet: Fleet) -> dict[str, bytes]:
-    """What clients read while nothing happens, by the shape's name; each answer shows its shape."""
+    """Undisturbed answers by the shape's name; each shows its shape."""
     return asyncio.run(uncut(fleet.proxy.url, shapes()))
 
 
@@ -58,7 +58,7 @@ async def test_one_kill_with_every_shape_under_way(whole: Fleet, answers: dict[s
 
 @pytest.mark.long
 async def test_every_shape_at_random_places(whole: Fleet, answers: dict[str, bytes]) -> None:
-    """Shapes that have been cut often enough give way to the others."""
+    """Shapes with enough cuts are left out of later rounds."""
     source, cuts = random.Random(SEED + 1), list[Cut]()
     failed = read(whole.proxy.admin_url, "pdproxy_migrations_total", outcome="failed")
     wrong = ""
@@ -81,7 +81,7 @@ async def test_every_shape_at_random_places(whole: Fleet, answers: dict[str, byt
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [shape for shape in shapes() if shape.path != MESSAGES], ids=lambda shape: shape.name)
 async def test_no_answer_hangs_on_rounding(fleet: Fleet, answers: dict[str, bytes], shape: Shape) -> None:
-    """Else a stream that went on elsewhere could differ without being wrong."""
+    """Otherwise a stream that moved could differ without being wrong."""
     expected = contents_of(answers[shape.name])
     async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
         for seed in range(4):
@@ -93,7 +93,7 @@ async def test_no_answer_hangs_on_rounding(fleet: Fleet, answers: dict[str, byte
 async def one_round(
     fleet: Fleet, answers: dict[str, bytes], victim: str, source: random.Random, asked: list[Shape]
 ) -> Round:
-    """Kill a node under these streams, and print what was seen."""
+    """Kill a node under these streams, and print the result."""
     streams = [FollowedStream(shape, answers[shape.name], source.uniform(0, SPREAD_S)) for shape in asked]
     seen = await cut_short(fleet, streams, victim, source)
     print(f"\n{seen}{seen.wrong()}")
@@ -101,6 +101,6 @@ async def one_round(
 
 
 def told(shape: Shape, cuts: list[Cut]) -> str:
-    """Where a shape was cut, and for how long its clients waited."""
+    """Where a shape was cut, and how long its clients waited."""
     own = [cut for cut in cuts if cut.stream.shape.name == shape.name]
     return ", ".join(f"{cut.place}/{cut.stream.all_events} ({cut.stall:.2f} s)" for cut in own)

@@ -1,4 +1,4 @@
-"""Two ranks on each node: each reads its part, each asks for its verdict, and one bad verdict is enough."""
+"""Two ranks on each node: each reads its part and asks for its verdict, and one bad verdict is enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A ticket beside two tiers on disk, on real engines: what saves most is loaded, the rest let go, and all is counted.
+"""A ticket beside two tiers on disk, on real engines: the tier that saves most is loaded, others are let go, all
+counted.
 
 Stock vLLM takes the first connector that has anything: one block on disk would cancel a whole remote prefill.
 """
@@ -26,14 +27,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines]
 LONG, STORED = 1498, 5 * BLOCK
 """Tokens of a prompt, and of the part of it that a tier can hold."""
 EVEN = 2 * BLOCK + 1
-"""A prompt of which a ticket brings just what a tier holds: all but the last token."""
+"""A prompt of which a ticket and a tier have the same part: all but the last token."""
 Key = TypeVar("Key")
 SOURCES = ("hit", "pulled", "loaded", "computed")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Who has something of a prompt of `length` tokens, who loads it, and how many tokens: `wins` in order."""
+    """Who has a part of a prompt of `length` tokens, who loads it, and how many tokens. `wins`: in order."""
 
     seed: int
     tiers: frozenset[str] = frozenset()
@@ -56,7 +57,7 @@ CASES = {
 
 
 class Counted:
-    """What the decode node's connectors count from now on."""
+    """The counts of the decode node's connectors from now on."""
 
     def __init__(self, url: str) -> None:
         self._selected = {
@@ -71,7 +72,7 @@ class Counted:
         return grown(self._sources)
 
     def await_prompts(self, tokens: int) -> None:
-        """Wait until all these prompt tokens are accounted for; a request's are the last of it to be counted."""
+        """Wait until all these prompt tokens are counted; they are the last counts of a request."""
         limit = time.monotonic() + PATIENCE_S
         while sum(self.sources().values()) < tokens:
             assert time.monotonic() < limit, f"{self.sources()} is not {tokens}"
@@ -82,19 +83,19 @@ class Counted:
 
 
 def grown(watches: Mapping[Key, Watch]) -> dict[Key, float]:
-    """What was added, without zeros."""
+    """The growth of each counter, without zeros."""
     return {key: amount for key, each in watches.items() if (amount := each.grown())}
 
 
 @pytest.fixture(scope="module")
 def tiered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
-    """Both nodes; logs lie in `.run/e2e-tiers`."""
+    """Both nodes. Logs: `.run/e2e-tiers`."""
     with Supervisor(logs_of("e2e-tiers")) as supervisor:
         yield start_tiered(supervisor, tmp_path_factory.mktemp("shelves"))
 
 
 def ask(tiered: Tiered, paper: Quiz, *, ticket: bool) -> None:
-    """A question to the decode node; the answer is right."""
+    """Ask the decode node; the answer must be right."""
     params = prefill(tiered.prefill.url, paper.prompt()) if ticket else None
     assert complete(tiered.decode.url, paper.prompt(), params=params).text == paper.answer
 
@@ -123,7 +124,7 @@ def test_what_saves_most_is_loaded_and_the_rest_let_go(tiered: Tiered, case: Cas
 
 @pytest.mark.parametrize("fallback", ["disk", "nothing"])
 def test_a_stale_file_falls_back(tiered: Tiered, fallback: str) -> None:
-    """To the next best tier, or to computing."""
+    """The next best tier is used, or the prompt is computed."""
     paper = quiz(2010 + len(fallback), LONG)
     files = tiered.shelve(paper, BOTH if fallback == "disk" else ONLY_FAST)
     for path in files["fast"]:
@@ -139,7 +140,7 @@ def test_a_stale_file_falls_back(tiered: Tiered, fallback: str) -> None:
 
 
 def test_the_figures_add_up(tiered: Tiered) -> None:
-    """Over everything that the node did so far."""
+    """The figures cover everything that the node did so far."""
     url = tiered.decode.url
     counted = Counted(url)
     ask(tiered, quiz(2020, LONG), ticket=True)
@@ -157,7 +158,7 @@ def test_the_figures_add_up(tiered: Tiered) -> None:
 
 
 def test_a_check_reads_through_the_children(tiered: Tiered) -> None:
-    """Their series carry one label more than those of a node with one connector."""
+    """The children's series have one label more than those of a node with one connector."""
     line = [sys.executable, "-m", "pdproxy", "check", "--prefill", tiered.prefill.url, "--decode", tiered.decode.url]
     checked = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     rows = [row.split() for row in checked.stdout.splitlines() if "tiny-hybrid" in row]

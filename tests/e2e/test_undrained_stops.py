@@ -1,8 +1,8 @@
-"""A decode node gets SIGTERM without having been drained: what it then answers is not taken for an answer.
+"""A decode node gets SIGTERM without a drain: its last responses are not taken for answers.
 
-vLLM lets what it runs end, for `--shutdown-timeout`, and listens meanwhile. Of what arrives then, requests with text
-get a 500 (its renderer has been shut down), and requests with token ids, and those that it was just about to hand to
-the engine, an answer of status 200 without output. `docker compose up` with a new image does this to a node.
+vLLM lets running requests end for `--shutdown-timeout`, and listens meanwhile. Requests with text that arrive then get
+a 500 (its renderer has been shut down). Requests with token ids, and those just about to enter the engine, get a 200
+without output. `docker compose up` with a new image stops a node like this.
 """
 
 import asyncio
@@ -41,19 +41,20 @@ SETTINGS = {
     "PDPROXY_HEALTH_FAILURES": "1000",
     "PDPROXY_POLICY_ROUTING": "least-loaded",
 }
-"""The node's 500s do not open its circuit, so that requests go on to meet its empty answers, of which one does. By
-load, for by what is cached all of them may go to the node that has answered the first."""
+"""The node's 500s do not open its circuit, so that requests go on to get its empty answers, of which one does. Policy
+`least-loaded`, for by what is cached all of them may go to the node that answered first."""
 LONG_TOKENS = 3000
-"""Generated for a stream that keeps the node from ending while it is asked."""
+"""Generated tokens of a stream that keeps the node from ending."""
 QUESTIONS = 2 * len(Way)
-"""While the node stops."""
+"""Questions while the node stops."""
 BY_IDS = 32
-"""At once: of fewer, none may go to the node that stops, where its streams still run and the other's have ended."""
+"""Requests at once. Of fewer, none may go to the stopping node, where streams still run while the other's have
+ended."""
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    """Three nodes and a proxy; logs lie in `.run/e2e-undrained`."""
+    """Three nodes and a proxy. Logs: `.run/e2e-undrained`."""
     decode = (*SLOW, "--shutdown-timeout", str(SHUTDOWN_S))
     with running_fleet("e2e-undrained", SETTINGS, decode=decode) as fleet:
         yield fleet
@@ -98,7 +99,7 @@ async def of_ids(client: AsyncOpenAI, ids: list[int]) -> str:
 
 @asynccontextmanager
 async def generating(url: str, ids: list[int]) -> AsyncIterator[None]:
-    """While inside, the node has something to end before it stops: a stream of our own."""
+    """While inside, a stream of our own keeps the node from ending."""
     body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": LONG_TOKENS, "ignore_eos": True, "stream": True}
     async with (
         httpx.AsyncClient(base_url=url, trust_env=False, timeout=SHUTDOWN_S) as node,
@@ -110,7 +111,7 @@ async def generating(url: str, ids: list[int]) -> AsyncIterator[None]:
 
 
 async def until_it_gives_up(url: str, ids: list[int]) -> None:
-    """Ask until an answer in one piece is recognized as one that the node gave up."""
+    """Ask until an answer is recognized as one that the node gave up."""
     body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": 1}
     async with httpx.AsyncClient(base_url=url, trust_env=False) as node, asyncio.timeout(SHUTDOWN_S):
         said: dict[str, Any] = {}
@@ -119,7 +120,7 @@ async def until_it_gives_up(url: str, ids: list[int]) -> None:
 
 
 async def fault_of_stream(url: str, ids: list[int]) -> Fault | None:
-    """The fault that a stream of the node shows when it is read as the proxy reads it."""
+    """The fault in a stream of the node, read as the proxy reads it."""
     body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": 8, "stream": True}
     transcript = Transcript(Endpoint.COMPLETIONS, shape(Endpoint.COMPLETIONS, body))
     async with httpx.AsyncClient(base_url=url, trust_env=False) as node:

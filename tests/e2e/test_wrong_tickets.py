@@ -1,7 +1,7 @@
 """Hundreds of wrong tickets against real nodes: the text is always right, each refusal is counted, nothing dies.
 
-Tickets are not signed here, as on a laptop: a sender who lies in the right form is found out by what the prefill node
-says after the read. What a signature alone can tell (the block ids of another living ticket) is not among the lies.
+Tickets are not signed here, as on a laptop. A well-formed lie shows in the prefill node's answer after the read. Lies
+that only a signature finds (the block ids of another living ticket) are left out.
 """
 
 import itertools
@@ -34,7 +34,7 @@ AT_ONCE = 8
 RANDOM_ONES = 60
 LIES = 10
 OPEN_AGAIN_S = 20.0
-"""Within which an engine that was barred is read from again: seconds, but for a machine that does other things."""
+"""Seconds until an engine that was barred is read from again, on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ def papers(pair: Pair) -> Iterator[list[Paper]]:
 
 
 def ask(node: Node, question: Quiz, **more: Any) -> httpx.Response:
-    """A completion with anything in its body."""
+    """A completion with more fields in its body."""
     body = {"model": SERVED_NAME, "prompt": question.prompt(), "max_tokens": 8, "temperature": 0, **more}
     return httpx.post(f"{node.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S, trust_env=False)
 
 
 def wrong_with(node: Node, question: Quiz, forgery: WrongParams) -> str:
-    """What is wrong with the node's answer to a forgery; empty where nothing is."""
+    """The error in the node's answer to a forgery; empty where there is none."""
     params = {"kv_transfer_params": forgery.params}
     got = ask(node, question, **({"vllm_xargs": params} if forgery.smuggled else params))
     if got.status_code != forgery.status:
@@ -74,7 +74,7 @@ def wrong_with(node: Node, question: Quiz, forgery: WrongParams) -> str:
 
 
 def send_all(node: Node, forged: Sequence[tuple[Quiz, WrongParams]]) -> None:
-    """Send them, eight at once, and expect the right text of each and every refusal in the node's metrics."""
+    """Send them, eight at once. Each answer must be right, and every refusal be counted in the node's metrics."""
     reasons = Counter(forgery.reason for _, forgery in forged if forgery.reason is not None)
     refused = {reason: watch(node.url, "refused", reason=reason) for reason in reasons}
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -86,13 +86,13 @@ def send_all(node: Node, forged: Sequence[tuple[Quiz, WrongParams]]) -> None:
 
 
 def still_works(pair: Pair, seed: int) -> None:
-    """An honest one is read, verified and right."""
+    """Hand a prompt over: it is read, verified and right."""
     hand_over(pair.prefill.url, pair.decode.url, quiz(seed, 300))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def acquainted(pair: Pair) -> None:
-    """The nodes have shaken hands."""
+    """The nodes have made their handshake."""
     still_works(pair, 5990)
 
 
@@ -113,7 +113,7 @@ def test_a_prefill_node_refuses_what_is_wrong_and_answers_right(pair: Pair, pape
 
 
 def test_what_the_front_end_cannot_pass_on_ends_nothing(pair: Pair) -> None:
-    """Strings by the back door and numbers of more than 64 bits fail in vLLM's own API server, one request each."""
+    """Strings in place of objects and numbers of more than 64 bits fail in vLLM's own API server, one request each."""
     question = quiz(713, 120)
     bodies: list[dict[str, Any]] = [
         {"vllm_xargs": {"kv_transfer_params": junk}} for junk in ("text", 7, 0.5, ["do_remote_prefill"])
@@ -140,7 +140,7 @@ def test_prompt_a_with_the_ticket_of_b_and_then_b_with_its_own(pair: Pair) -> No
 
 
 def lies(ticket: Params) -> Iterator[tuple[str, Params]]:
-    """Tickets in the right form that name what is not there, each with what becomes of the read."""
+    """Well-formed tickets that name things which do not exist, each with the outcome of the read."""
     nobody = {"remote_port": free_ports(1)[0]}
     counts = [len(ids) for ids in ticket["remote_block_ids"]]
     unknown: list[Params] = [
@@ -157,7 +157,7 @@ def lies(ticket: Params) -> Iterator[tuple[str, Params]]:
 
 
 def is_read_again(pair: Pair, seed: int) -> None:
-    """The last lies named the honest engine, whose tickets are computed for some seconds: until its probes pass."""
+    """The last lies named the honest engine, whose prompts are computed for some seconds, until its probes pass."""
     verified, limit = watch(pair.decode.url, "reads", outcome="verified"), time.monotonic() + OPEN_AGAIN_S
     while not verified.grown():
         assert time.monotonic() < limit, "the engine stays barred"
@@ -181,7 +181,7 @@ def test_lies_in_the_right_form_are_found_out(pair: Pair) -> None:
 
 
 def test_a_ticket_that_comes_again_is_not_read_again(pair: Pair) -> None:
-    """What it brought is in the cache, state and all. (A ticket of blocks that were let go is read in vain: below.)"""
+    """The blocks that it brought are cached, with the state. (The test below covers a ticket of freed blocks.)"""
     question = quiz(750, 700)
     ticket = prefill(pair.prefill.url, question.prompt())
     ended = watch(pair.prefill.url, "leases_ended", how="read")

@@ -28,14 +28,14 @@ LEASE_S = 300
 
 @dataclass(frozen=True)
 class Tiered:
-    """What is up; `shelves` by the tier's name."""
+    """The running nodes. `shelves`: the tiers' folders by name."""
 
     prefill: Node
     decode: Node
     shelves: dict[str, Path]
 
     def shelve(self, paper: Quiz, tiers: Collection[str]) -> dict[str, list[Path]]:
-        """Have these tiers store the prompt, and the decode node forget it. The files, by tier.
+        """Store the prompt in these tiers, and drop it from the decode node's cache. Returns the files by tier.
 
         Raises httpx.HTTPError, and AssertionError where nothing was stored.
         """
@@ -55,7 +55,7 @@ class Tiered:
 
 
 def start_tiered(supervisor: Supervisor, folder: Path) -> Tiered:
-    """Start both nodes; the tiers' files go under `folder`. Raises what `start_nodes` raises."""
+    """Start both nodes. `folder`: for the tiers' files. Raises as `start_nodes`."""
     shelves = {name: folder / name for name in WEIGHTS}
     for shelf in shelves.values():
         shelf.mkdir()
@@ -72,7 +72,7 @@ def start_tiered(supervisor: Supervisor, folder: Path) -> Tiered:
 
 
 def several(*children: dict[str, object]) -> tuple[str, ...]:
-    """The arguments of a decode node with these children."""
+    """The arguments of a decode node with these child connectors."""
     config = {
         "kv_connector": "MultiConnector",
         "kv_connector_module_path": "pdproxy_connector.tiers",

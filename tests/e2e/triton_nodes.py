@@ -1,7 +1,7 @@
-"""Nodes with Triton on a CPU, whose kernels its interpreter runs.
+"""Nodes with Triton on a CPU, whose interpreter runs the kernels.
 
-On a CPU vLLM takes Triton only where it has a backend named `cpu`: that of triton-cpu, which is in no package registry.
-`interpreted_triton` stands in for it.
+On a CPU vLLM uses Triton only with a backend named `cpu`, that of triton-cpu, which is in no package registry.
+`interpreted_triton` replaces it.
 """
 
 import os
@@ -15,21 +15,21 @@ import pytest
 from deploy.local.node import NodeSpec
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-"""To have it: `pip install --no-deps --target FOLDER triton==3.9.0`, then run the test with `PYTHONPATH=FOLDER`."""
+"""Run `pip install --no-deps --target FOLDER triton==3.9.0`, then the test with `PYTHONPATH=FOLDER`."""
 
 METADATA = "Metadata-Version: 2.1\nName: interpreted-triton\nVersion: 1\n"
 ENTRY_POINTS = "[triton.backends]\ncpu = tests.e2e.interpreted_triton\n"
 
 
 class ModelRunner(Enum):
-    """vLLM has two; the value is that of `VLLM_USE_V2_MODEL_RUNNER`."""
+    """vLLM's two model runners; the value is that of `VLLM_USE_V2_MODEL_RUNNER`."""
 
     V1 = "0"
     V2 = "1"
 
 
 def with_triton(spec: NodeSpec, runner: ModelRunner, folder: Path) -> NodeSpec:
-    """The same node with Triton, which must be importable; `folder`: for what makes the backend known to it."""
+    """The same node with Triton, which must be importable. `folder`: for the metadata of the backend."""
     installed = folder / "interpreted_triton-1.dist-info"
     installed.mkdir(parents=True, exist_ok=True)
     (installed / "METADATA").write_text(METADATA, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Our connector with the comparison of fingerprints switched off: it reads from nodes that mean something else.
+"""Our connector without the comparison of fingerprints: it reads from nodes whose bytes mean something else.
 
-A node loads this module in the place of `connector.nixl_connector`, so that a test can show what is caught
-when the fingerprint is not compared, or does not list a difference. Everything else is as always.
+A node loads this module instead of `connector.nixl_connector`. A test can then show what finds a difference when the
+fingerprint is not compared, or does not list it. Everything else is unchanged.
 """
 
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def trusting(spec: NodeSpec) -> NodeSpec:
-    """The same node, which takes tickets of any fingerprint. Its own tickets and metrics stay honest."""
+    """The same node, which accepts tickets of any fingerprint. Its own tickets and metrics stay honest."""
     return replace(spec, connector_module=__name__)
 
 

@@ -37,7 +37,7 @@ NO_DIGESTS: tuple[Any, ...] = ("", "zz", "0" * 63, "0" * 65, "A" * 64, "g" * 64,
 
 @dataclass(frozen=True)
 class WrongParams:
-    """What is sent. `reason` None: nothing is refused. `smuggled`: sent by way of `vllm_xargs`."""
+    """The params to send. `reason` None: nothing is refused. `smuggled`: sent in `vllm_xargs`."""
 
     name: str
     params: Any
@@ -47,7 +47,7 @@ class WrongParams:
 
 
 def altered(ticket: Params, changes: Params) -> Params:
-    """A copy of a ticket with some fields changed."""
+    """Copy a ticket with some fields changed."""
     return {**copy.deepcopy(ticket), **changes}
 
 
@@ -57,12 +57,12 @@ def ours_altered(ticket: Params, changes: Params) -> Params:
 
 
 def without(ticket: Params, name: str) -> Params:
-    """A copy of a ticket that lacks a field."""
+    """Copy a ticket without a field."""
     return {key: value for key, value in copy.deepcopy(ticket).items() if key != name}
 
 
 def for_decode_node(ticket: Params, alike: Params, longer: Params) -> Iterator[WrongParams]:
-    """Everything wrong that we could think of. `alike` and `longer` are tickets of other prompts, by their length."""
+    """Every mistake that we know of. `alike`, `longer`: tickets of other prompts, of the same length and longer."""
     yield from _flags(ticket)
     yield from _fields(ticket)
     yield from _blocks(ticket)
@@ -77,7 +77,7 @@ def for_decode_node(ticket: Params, alike: Params, longer: Params) -> Iterator[W
 
 
 def for_prefill_node(ticket: Params) -> Iterator[WrongParams]:
-    """The same for a node that prefills."""
+    """The same for a prefill node."""
     yield from _flags(ticket)
     yield WrongParams("a ticket", ticket, RefusalReason.WRONG_ROLE)
     for name in (name for name in ticket if name.startswith("remote_") and ticket[name] is not None):
@@ -94,7 +94,7 @@ def for_prefill_node(ticket: Params) -> Iterator[WrongParams]:
 
 
 def at_random(ticket: Params, source: random.Random) -> WrongParams:
-    """One alteration out of very many."""
+    """One random alteration."""
     kind = source.choice(("number", "name", "lack", "block", "group", "digest", "version"))
     match kind:
         case "number":

@@ -14,19 +14,19 @@ class Checks:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        # Any: another version than the one that types are checked with.
+        # Any: the types are checked with another version.
         self._client: Any = Anthropic(base_url=task.url, api_key="none", max_retries=0)
         self._fixed: Json = {"model": task.model, "max_tokens": MOST_TOKENS, "extra_body": {"temperature": 0}}
 
     def message(self, check: str, kind: str, **more: Any) -> None:
-        """Ask in three ways: whole, streamed, and streamed by the client's helper."""
+        """Ask three times: whole, streamed, and streamed through the client's helper."""
         asked, messages = {**self._fixed, **more}, self._client.messages
-        question = self._task.ask(kind)
+        question = self._task.next_question(kind)
         tell(check, question, **said(messages.create(messages=question.messages, **asked)))
-        question = self._task.ask(kind)
+        question = self._task.next_question(kind)
         with messages.stream(messages=question.messages, **asked) as stream:
             tell(f"{check}, stream helper", question, **said(stream.get_final_message()))
-        question = self._task.ask(kind)
+        question = self._task.next_question(kind)
         seen: list[str] = []
         for event in messages.create(messages=question.messages, stream=True, **asked):
             seen += [event.type] if event.type not in seen else []
@@ -49,8 +49,8 @@ class Checks:
         return {"name": described["function"]["name"], "input_schema": described["function"]["parameters"]}
 
     def round_trip(self) -> None:
-        """The tool's answer goes back, and the model answers."""
-        question = self._task.ask("calling")
+        """Send the tool's result back; the model answers."""
+        question = self._task.next_question("calling")
         tools = [self.tool(each) for each in self._task.tools]
         create = self._client.messages.create
         first = create(messages=question.messages, tools=tools, **self._fixed)
@@ -64,8 +64,8 @@ class Checks:
         tell("tool's answer", question, then=said(create(messages=turns, tools=tools, **self._fixed))["text"])
 
     def others(self) -> None:
-        """Counted tokens, a system prompt, errors, a stream that is left."""
-        question = self._task.ask("recital")
+        """Token counts, a system prompt, errors, a stream that the client leaves."""
+        question = self._task.next_question("recital")
         counted = self._client.messages.count_tokens(model=self._task.model, messages=question.messages)
         tell("count_tokens", tokens=counted.input_tokens)
         hello: Any = [{"role": "user", "content": "hello"}]
@@ -75,7 +75,7 @@ class Checks:
                     self._client.messages.create(messages=hello, stream=way, **{**self._fixed, **wrong})
                 except APIStatusError as error:
                     refused(f"{check}{', streamed' if way else ''}", error)
-        self.leave(self._task.ask("long"))
+        self.leave(self._task.next_question("long"))
 
     def leave(self, question: Question) -> None:
         """Close a stream at its first delta."""
@@ -84,7 +84,7 @@ class Checks:
 
 
 def said(message: Any) -> Json:
-    """What a message says."""
+    """The parts of a message."""
     blocks = message.content
     return {
         "text": "".join(block.text for block in blocks if block.type == "text"),

@@ -12,7 +12,7 @@ from tests.e2e.clients.telling import Json, Task, refused, tell
 
 
 class Pick(BaseModel):
-    """What the forced tool takes, as a class."""
+    """The forced tool's parameters, as a class."""
 
     n: Literal[7]
 
@@ -25,15 +25,15 @@ class Checks:
         self._model = self.model()
 
     def model(self, **more: Any) -> ChatOpenAI:
-        """The model, set up for what a check needs."""
+        """The model, with the settings of one check."""
         asked: Json = {"model": self._task.model, "temperature": 0, "stream_usage": True, **more}
         return ChatOpenAI(base_url=f"{self._task.url}/v1", api_key="none", max_retries=0, **asked)
 
     def chat(self, check: str, kind: str, model: Any) -> None:
-        """Ask in both ways."""
-        question = self._task.ask(kind)
+        """Ask twice: whole and streamed."""
+        question = self._task.next_question(kind)
         tell(check, question, **said(model.invoke(question.messages)))
-        question = self._task.ask(kind)
+        question = self._task.next_question(kind)
         chunks: list[AIMessageChunk] = list(model.stream(question.messages))
         tell(f"{check}, streamed", question, **said(sum(chunks[1:], chunks[0])))
 
@@ -49,15 +49,15 @@ class Checks:
         self.chat("responses", "recital", self.model(use_responses_api=True, store=False))
 
     def structured(self) -> None:
-        """Answers as an object, in both ways that the nodes can hold a model to."""
+        """Answers as an object, by both methods of constraining the model that the nodes support."""
         for method in ("json_schema", "function_calling"):
-            question = self._task.ask("forced")
+            question = self._task.next_question("forced")
             got = self._model.with_structured_output(Pick, method=method).invoke(question.messages)
             tell(f"structured output, {method}", parsed=getattr(got, "n", None))
 
     def round_trip(self) -> None:
-        """The tool's answer goes back, and the model answers."""
-        question, model = self._task.ask("calling"), self._model.bind_tools(self._task.tools)
+        """Send the tool's result back; the model answers."""
+        question, model = self._task.next_question("calling"), self._model.bind_tools(self._task.tools)
         first = model.invoke(question.messages)
         answers = [ToolMessage(question.then, tool_call_id=call["id"]) for call in first.tool_calls]
         tell("tool's answer", question, then=model.invoke([*question.messages, first, *answers]).text)
@@ -71,20 +71,20 @@ class Checks:
                 refused(check, error)
 
     async def asynchronous(self) -> None:
-        """Several at once; a stream that is left."""
-        questions = [self._task.ask("recital") for _ in range(3)]
+        """Several requests at once; a stream that the client leaves."""
+        questions = [self._task.next_question("recital") for _ in range(3)]
         for number, (question, got) in enumerate(
             zip(questions, await self._model.abatch([each.messages for each in questions]), strict=True)
         ):
             tell(f"asynchronous {number}", question, **said(got))
-        stream = self._model.astream(self._task.ask("long").messages)
+        stream = self._model.astream(self._task.next_question("long").messages)
         first = await anext(stream)
         tell("leaves", chunk=type(first).__name__)
         await stream.aclose()
 
 
 def said(message: AIMessage) -> Json:
-    """What a message says; reasoning is not among it."""
+    """The parts of a message, without reasoning."""
     counted = message.usage_metadata
     return {
         "text": message.text,

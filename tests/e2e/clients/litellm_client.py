@@ -17,11 +17,11 @@ class Checks:
         self._fixed: Json = {"model": f"openai/{task.model}", "temperature": 0, **where}
 
     def chat(self, check: str, kind: str, **more: Any) -> None:
-        """Ask in both ways."""
+        """Ask twice: whole and streamed."""
         asked = {**self._fixed, **more}
-        question = self._task.ask(kind)
+        question = self._task.next_question(kind)
         tell(check, question, **whole(litellm.completion(messages=question.messages, **asked)))
-        question = self._task.ask(kind)
+        question = self._task.next_question(kind)
         counted = {"stream": True, "stream_options": {"include_usage": True}}
         tell(
             f"{check}, streamed",
@@ -30,7 +30,7 @@ class Checks:
         )
 
     def chats(self) -> None:
-        """Answers of every kind, and LiteLLM's own provider for vLLM."""
+        """Answers of every kind, also through LiteLLM's own provider for vLLM."""
         tools, forced = self._task.tools, self._task.forced
         self.chat("chat", "recital")
         self.chat("vLLM's provider", "thinking", model=f"hosted_vllm/{self._task.model}")
@@ -42,21 +42,21 @@ class Checks:
 
     async def asynchronous(self) -> None:
         """A stream of `acompletion`."""
-        question = self._task.ask("recital")
+        question = self._task.next_question("recital")
         counted = {"stream": True, "stream_options": {"include_usage": True}}
         chunks = await litellm.acompletion(messages=question.messages, **counted, **self._fixed)
         tell("asynchronous", question, **streamed([chunk async for chunk in chunks]))
 
     def others(self) -> None:
         """Legacy completions, responses, errors."""
-        question = self._task.ask("recital")
+        question = self._task.next_question("recital")
         text = litellm.text_completion(
             prompt=question.prompt,
             max_tokens=400,
             **{**self._fixed, "model": f"text-completion-openai/{self._task.model}"},
         )
         tell("completion", question, text=text.choices[0].text, usage=usage(text.usage))
-        question = self._task.ask("recital")
+        question = self._task.next_question("recital")
         got = litellm.responses(input=question.messages, store=False, **self._fixed)
         tell("responses", question, text=got.output_text, usage=usage(got.usage, "input_tokens", "output_tokens"))
         hello = [{"role": "user", "content": "hello"}]
@@ -69,7 +69,7 @@ class Checks:
 
     async def leave(self) -> None:
         """Leave a stream at its first chunk."""
-        question = self._task.ask("long")
+        question = self._task.next_question("long")
         chunks = await litellm.acompletion(messages=question.messages, stream=True, **self._fixed)
         async for chunk in chunks:
             tell("leaves", choices=len(chunk.choices))

@@ -13,7 +13,7 @@ COUNTED = {"include_usage": True}
 
 
 class Pick(BaseModel):
-    """What the forced tool takes, as a class."""
+    """The forced tool's parameters, as a class."""
 
     n: Literal[7]
 
@@ -23,16 +23,16 @@ class Checks:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        # Any: another version than the one that types are checked with.
+        # Any: the types are checked with another version.
         self._client: Any = OpenAI(base_url=f"{task.url}/v1", api_key="none", max_retries=0)
         self._fixed: Json = {"model": task.model, "temperature": 0}
 
     def chat(self, check: str, kind: str, **more: Any) -> None:
-        """Ask in both ways."""
+        """Ask twice: whole and streamed."""
         asked, create = {**self._fixed, **more}, self._client.chat.completions.create
-        question = self._task.ask(kind)
+        question = self._task.next_question(kind)
         tell(check, question, **whole(create(messages=question.messages, **asked)))
-        question = self._task.ask(kind)
+        question = self._task.next_question(kind)
         chunks = create(messages=question.messages, stream=True, stream_options=COUNTED, **asked)
         tell(f"{check}, streamed", question, **streamed(chunks))
 
@@ -47,19 +47,19 @@ class Checks:
         self.chat("required tool", "forced", tools=[forced], tool_choice="required")
 
     def helpers(self) -> None:
-        """What the client makes of an answer by itself."""
-        question = self._task.ask("forced")
+        """The client's own helpers for parsing answers."""
+        question = self._task.next_question("forced")
         parsed = self._client.chat.completions.parse(messages=question.messages, response_format=Pick, **self._fixed)
         tell("parse", parsed=getattr(parsed.choices[0].message.parsed, "n", None))
-        question = self._task.ask("both")
+        question = self._task.next_question("both")
         with self._client.chat.completions.stream(
             messages=question.messages, tools=self._task.tools, stream_options=COUNTED, **self._fixed
         ) as stream:
             tell("stream helper", question, **whole(stream.get_final_completion()))
 
     def round_trip(self) -> None:
-        """The tool's answer goes back, and the model answers."""
-        question = self._task.ask("calling")
+        """Send the tool's result back; the model answers."""
+        question = self._task.next_question("calling")
         asked: Json = {"tools": self._task.tools, **self._fixed}
         message = self._client.chat.completions.create(messages=question.messages, **asked).choices[0].message
         answers = [
@@ -72,18 +72,18 @@ class Checks:
     def completions(self) -> None:
         """The legacy API."""
         asked, create = {**self._fixed, "max_tokens": 400}, self._client.completions.create
-        question = self._task.ask("recital")
+        question = self._task.next_question("recital")
         got = create(prompt=question.prompt, **asked)
         told: Json = {"text": got.choices[0].text, "finish": got.choices[0].finish_reason, "usage": usage(got.usage)}
         tell("completion", question, **told)
-        question, text = self._task.ask("recital"), ""
+        question, text = self._task.next_question("recital"), ""
         for chunk in create(prompt=question.prompt, stream=True, stream_options=COUNTED, **asked):
             text += "".join(choice.text for choice in chunk.choices)
             counted = chunk.usage
         tell("completion, streamed", question, text=text, usage=usage(counted))
 
     def responses(self) -> None:
-        """The newer API."""
+        """The Responses API."""
         create = self._client.responses.create
         tools = [{"type": "function", **tool["function"]} for tool in (*self._task.tools, self._task.forced)]
         named = {"type": "function", "name": self._task.forced["function"]["name"]}
@@ -93,9 +93,9 @@ class Checks:
             ("responses, named tool", "forced", {"tools": tools, "tool_choice": named}),
         ):
             asked: Json = {**self._fixed, "store": False, **more}
-            question = self._task.ask(kind)
+            question = self._task.next_question(kind)
             tell(check, question, **response(create(input=question.messages, **asked)))
-            question, last = self._task.ask(kind), None
+            question, last = self._task.next_question(kind), None
             seen: list[str] = []
             for event in create(input=question.messages, stream=True, **asked):
                 seen += [event.type] if event.type not in seen else []
@@ -103,7 +103,7 @@ class Checks:
             tell(f"{check}, streamed", question, **response(last), events=seen)
 
     def others(self) -> None:
-        """Models, errors, a stream that is left."""
+        """Models, errors, a stream that the client leaves."""
         tell("models", models=[model.id for model in self._client.models.list()])
         messages: Any = [{"role": "user", "content": "hello"}]
         for check, wrong in (("unknown model", {"model": "nobody"}), ("bad parameter", {"temperature": -1})):
@@ -116,7 +116,7 @@ class Checks:
             self._client.embeddings.create(model=self._task.model, input="hello")
         except APIStatusError as error:
             refused("embeddings", error)
-        question = self._task.ask("long")
+        question = self._task.next_question("long")
         with self._client.chat.completions.create(messages=question.messages, stream=True, **self._fixed) as stream:
             tell("leaves", choices=len(next(iter(stream)).choices))
 
@@ -124,7 +124,7 @@ class Checks:
         """The asynchronous client, several streams at once."""
         async with AsyncOpenAI(base_url=f"{self._task.url}/v1", api_key="none", max_retries=0) as client:
             create: Any = client.chat.completions.create
-            questions = [self._task.ask("recital") for _ in range(4)]
+            questions = [self._task.next_question("recital") for _ in range(4)]
 
             async def said(messages: Any) -> Json:
                 chunks = await create(messages=messages, stream=True, stream_options=COUNTED, **self._fixed)
@@ -136,7 +136,7 @@ class Checks:
 
 
 def response(got: Any) -> Json:
-    """What an answer of the responses API says."""
+    """The parts of an answer of the Responses API."""
     thought = [part.text for item in got.output if item.type == "reasoning" for part in item.content or []]
     calls = [item for item in got.output if item.type == "function_call"]
     return {

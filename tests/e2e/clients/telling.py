@@ -1,4 +1,4 @@
-"""What the scripts of Python clients share: what they are to ask, from standard input, and one JSON line per check.
+"""Shared by the scripts of Python clients: read the questions from standard input, print one JSON line per check.
 
 A script runs in an environment of its own, which has the clients and nothing of this project.
 """
@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt, as chat and as text. `then`: the next question, which a tool answers with; empty for most."""
+    """One prompt, as chat and as text. `then`: the tool's result, another question; mostly empty."""
 
     name: str
     messages: Any
@@ -23,19 +23,20 @@ class Question:
 
 
 class Task:
-    """What a script is to ask, and of whom."""
+    """The server and the questions for one script."""
 
     def __init__(self) -> None:
         asked = json.load(sys.stdin)
         self.url: str = asked["url"]
         self.model: str = asked["model"]
         self.tools: Any = asked["tools"]
-        """What the model calls by itself, in OpenAI's shape; `forced`: what it has to be made to call."""
+        """The tools that the model calls unasked, in OpenAI's shape. `forced`: the tool that a request forces it to
+        call."""
         self.forced: Any = asked["forced"]
         self.schema: Json = asked["forced"]["function"]["parameters"]
         self._questions: dict[str, Iterator[Json]] = {kind: iter(each) for kind, each in asked["questions"].items()}
 
-    def ask(self, kind: str) -> Question:
+    def next_question(self, kind: str) -> Question:
         """The next question of a kind; no two checks share a prompt."""
         return Question(**next(self._questions[kind]))
 
@@ -47,18 +48,18 @@ def tell(check: str, question: Question | None = None, **got: Any) -> None:
 
 
 def refused(check: str, error: Exception) -> None:
-    """Print the exception that a client raised."""
+    """Print the exception that the client raised."""
     tell(check, error=type(error).__name__, status=getattr(error, "status_code", None))
 
 
 def usage(counted: Any, prompt: str = "prompt_tokens", completion: str = "completion_tokens") -> list[int]:
-    """Tokens of the prompt and of the answer."""
+    """Token counts of prompt and answer."""
     return [getattr(counted, prompt), getattr(counted, completion)]
 
 
 @dataclass
 class Said:
-    """One answer of the chat API, whole or put together from deltas, which are objects of any client."""
+    """One answer of the chat API. It is whole, or put together from deltas, which are objects of any client."""
 
     text: str = ""
     reasoning: str = ""
@@ -76,21 +77,21 @@ class Said:
             known["arguments"] += call.function.arguments or ""
 
     def got(self) -> Json:
-        """For `tell`."""
+        """The answer as arguments for `tell`."""
         calls = [{**call, "arguments": json.loads(call["arguments"])} for call in self._calls.values()]
         told = {"text": self.text, "reasoning": self.reasoning, "finish": self.finish, "usage": self.usage}
         return {**told, "calls": calls}
 
 
 def whole(answer: Any) -> Json:
-    """What a whole answer of the chat API says."""
+    """The parts of a whole chat answer."""
     said = Said(finish=answer.choices[0].finish_reason, usage=usage(answer.usage))
     said.add(answer.choices[0].message)
     return said.got()
 
 
 def streamed(chunks: Iterable[Any]) -> Json:
-    """What a stream of the chat API says."""
+    """The parts of a streamed chat answer."""
     said = Said()
     for chunk in chunks:
         for choice in chunk.choices:
@@ -102,5 +103,5 @@ def streamed(chunks: Iterable[Any]) -> Json:
 
 
 def named(tool: Mapping[str, Any]) -> Json:
-    """The choice of this tool and no other, in OpenAI's shape."""
+    """Force this tool, in OpenAI's shape."""
     return {"type": "function", "function": {"name": tool["function"]["name"]}}

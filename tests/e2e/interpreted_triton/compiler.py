@@ -1,4 +1,4 @@
-"""The half of the backend that would compile; Triton finds it by the module's name."""
+"""The backend's compiler, which Triton finds by the module's name."""
 
 from types import ModuleType
 from typing import Any

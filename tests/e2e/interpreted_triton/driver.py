@@ -1,4 +1,4 @@
-"""The half of the backend that would start kernels; Triton finds it by the module's name."""
+"""The backend's driver, which Triton finds by the module's name."""
 
 from typing import Any
 
