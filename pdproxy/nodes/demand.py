@@ -52,7 +52,6 @@ class Advice:
 
     Attributes:
         prefill, decode: in the busiest `WINDOW` minutes of the hour.
-        prefill_mean, decode_mean: over the minutes that were watched.
         limit: by which decode nodes were counted.
         streams_each: streams that a decode node carries as quickly as wanted; None where no limit was seen.
         minutes: that were watched, at most `KEPT`.
@@ -60,8 +59,6 @@ class Advice:
 
     prefill: float = 0.0
     decode: float = 0.0
-    prefill_mean: float = 0.0
-    decode_mean: float = 0.0
     limit: Limit = Limit.NOTHING
     streams_each: int | None = None
     minutes: int = 0
@@ -123,14 +120,9 @@ class Demand:
         by_speed = [_mean(kept.get(n), "streams") / each if each else 0.0 for n in numbers]
         cache, speed = _busiest(by_cache), _busiest(by_speed)
         limit = Limit.SPEED if speed > cache else Limit.CACHE if cache > 0 else Limit.NOTHING
-        decode = by_speed if limit is Limit.SPEED else by_cache
-        # The newest minute is not over: its prompts are those of a part of it.
-        whole = prefill[:-1] or prefill
         return Advice(
             prefill=_busiest(prefill),
             decode=max(cache, speed),
-            prefill_mean=sum(whole) / len(whole),
-            decode_mean=sum(decode) / len(decode),
             limit=limit,
             streams_each=each,
             minutes=len(numbers),

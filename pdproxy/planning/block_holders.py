@@ -70,18 +70,17 @@ class BlockHolders:
             else:
                 self._change(place, bit, block, at, 1)
 
-    def remove(self, bit: int, group: int, hashes: Iterable[int]) -> int:
-        """One copy less of each; how many of them that group of the place did not hold."""
+    def remove(self, bit: int, group: int, hashes: Iterable[int]) -> None:
+        """One copy less of each that the group of the place holds; the place may not have been known from its start."""
         place = self._places.get(bit)
         if place is None or group not in place.groups:
-            return sum(1 for _ in hashes)
-        at, alone, unknown = place.groups[group], len(place.groups) == 1, 0
+            return
+        at, alone = place.groups[group], len(place.groups) == 1
         for block in hashes:
             if alone and block not in place.odd and self.masks.get(block, 0) & bit:
                 self._unmark(place, bit, block)
             else:
-                unknown += not self._change(place, bit, block, at, -1)
-        return unknown
+                self._change(place, bit, block, at, -1)
 
     def drop(self, bit: int, hashes: Iterable[int]) -> None:
         """All copies of those of these that the place holds."""
@@ -100,12 +99,12 @@ class BlockHolders:
             for block in place.log:
                 self._unmark(place, bit, block)
 
-    def _change(self, place: _PlaceBlocks, bit: int, block: int, at: int, by: int) -> bool:
-        """False where that would leave less than no copy."""
+    def _change(self, place: _PlaceBlocks, bit: int, block: int, at: int, by: int) -> None:
+        """Nothing changes where that would leave less than no copy."""
         marked = bool(self.masks.get(block, 0) & bit)
         counts = place.odd.get(block) or [int(marked)] * len(place.groups)
         if counts[at] + by < 0:
-            return False
+            return
         counts[at] += by
         if min(counts) > 0 and not marked:
             self._mark(place, bit, block)
@@ -115,7 +114,6 @@ class BlockHolders:
             place.odd.pop(block, None)
         else:
             place.odd[block] = counts
-        return True
 
     def _mark(self, place: _PlaceBlocks, bit: int, block: int) -> None:
         mask = self.masks.get(block, 0)

@@ -37,22 +37,6 @@ _MOST_GROUPS = 256
 """Cache groups of one place."""
 
 
-@dataclasses.dataclass(slots=True)
-class IndexCounts:
-    """Counts of whatever a faithful stream of events would not do.
-
-    Attributes:
-        unknown_removes: blocks that a place removed and was not known to hold: usual for one not known from its start.
-        unfit_blocks: blocks of attention that have neither the scheme's block size nor its unit: the place may hash
-            otherwise than it is taken to, and then nothing of any prompt is found there.
-        overflows: how often a place was forgotten because it published more blocks or groups than any node has.
-    """
-
-    unknown_removes: int = 0
-    unfit_blocks: int = 0
-    overflows: int = 0
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class _Record:
     """A place's bit, the groups that it has shown, whether all that it holds is known, the blocks that it stored."""
@@ -78,7 +62,6 @@ class PrefixIndex:
 
     def __init__(self, scheme: HashScheme, most_blocks: int = MOST_BLOCKS) -> None:
         self.scheme = scheme
-        self.counts = IndexCounts()
         self._most_blocks = most_blocks
         self._scale = scheme.block_size // scheme.unit
         self._drop = scheme.unit if scheme.drops_unit else 0
@@ -197,25 +180,21 @@ class PrefixIndex:
                 self.drop_place(place)
                 record = self._record(place)
             self._join(record, event.group, event.kind)
-        if event.kind is GroupKind.ATTENTION and event.tokens not in (self.scheme.block_size, self.scheme.unit):
-            self.counts.unfit_blocks += len(event.hashes)
         holders.add(record.bit, event.group, event.hashes)
         record.stored += len(event.hashes)
         if self._expected[event.kind].masks:
             there = (block for block in event.hashes if holders.masks.get(block, 0) & record.bit)
             self._expected[event.kind].drop(record.bit, there)
         if holders.blocks(record.bit) > self._most_blocks or len(record.kinds) > _MOST_GROUPS:
-            self.counts.overflows += 1
             self.drop_place(place)
 
     def _remove(self, place: Place, event: BlocksRemoved) -> None:
         record = self._records.get(place)
-        groups = record.kinds.items() if record else ()
-        named = [(group, kind) for group, kind in groups if event.group in (group, None)]
-        for group, kind in named:
-            self.counts.unknown_removes += self._held[kind].remove(self._records[place].bit, group, event.hashes)
-        if not named:
-            self.counts.unknown_removes += len(event.hashes)
+        if record is None:
+            return
+        for group, kind in record.kinds.items():
+            if event.group in (group, None):
+                self._held[kind].remove(record.bit, group, event.hashes)
 
     def _record(self, place: Place) -> _Record:
         """The record of a place; made where there is none."""

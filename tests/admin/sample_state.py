@@ -58,7 +58,7 @@ class SampleState:
         """The context that the page is served from."""
         drainer = Drainer(self.pool, self.clock, Background(self.clock))
         base = AdminContext(self.pool, drainer, CollectorRegistry(), asyncio.Event(), live=self.live, clock=self.clock)
-        advice = Advice(prefill=1.6, decode=4.3, prefill_mean=0.9, decode_mean=3.2, limit=Limit.CACHE, minutes=60)
+        advice = Advice(prefill=1.6, decode=4.3, limit=Limit.CACHE, minutes=60)
         return dataclasses.replace(base, advice=lambda: advice)
 
     def _add_nodes(self) -> None:

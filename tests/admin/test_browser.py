@@ -164,7 +164,7 @@ async def test_the_page_is_readable_on_a_phone_and_nothing_moves(chromium_url: s
 
 
 async def test_equal_nodes_are_needed_for_prompts_and_streams_together(chromium_url: str) -> None:
-    advice = Advice(prefill=1.6, decode=4.3, prefill_mean=0.9, decode_mean=3.2, limit=Limit.CACHE, minutes=60)
+    advice = Advice(prefill=1.6, decode=4.3, limit=Limit.CACHE, minutes=60)
     context = dataclasses.replace(context_of(FakeCluster(0, 0, shared=2)), advice=lambda: advice)
     async with served(context) as address, new_page(chromium_url) as page:
         await page.show(f"{address}/ui")

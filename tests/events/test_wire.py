@@ -41,7 +41,6 @@ def test_a_signed_hash_is_taken_as_its_64_bits() -> None:
     for event in decode(batch(stored(-1, 2**64 - 2), removed(-2))).events:
         index.apply(PLACE, event)
     assert index.blocks(PLACE, GroupKind.ATTENTION) == 1
-    assert index.counts.unknown_removes == 0
 
 
 def test_what_is_not_known_is_passed_over_and_counted() -> None:

@@ -23,7 +23,6 @@ def test_prefill_nodes_by_the_seconds_that_prompts_take() -> None:
     prefills(demand, range(10), 45.0)
     advice = demand.advice(10 * MINUTE - 1, WANTED)
     assert advice.prefill == pytest.approx(45 / 60 / 0.5)
-    assert advice.prefill_mean == pytest.approx(45 / 60 / 0.5)
     assert (advice.decode, advice.minutes) == (0.0, 10)
 
 
@@ -34,7 +33,6 @@ def test_the_busiest_five_minutes_of_the_hour_count() -> None:
     prefills(demand, range(25, 40), 6.0)
     advice = demand.advice(39 * MINUTE, WANTED)
     assert advice.prefill == pytest.approx(54 / 60 / 0.5)
-    assert advice.prefill_mean == pytest.approx((34 * 6 + 5 * 54) / 39 / 60 / 0.5)
 
 
 def test_what_an_overloaded_node_computes_late_counts_when_it_was_asked() -> None:

@@ -161,7 +161,7 @@ def test_every_group_counts_and_every_copy() -> None:
 def test_a_removal_that_names_no_group_is_of_all() -> None:
     index = index_with(stored(ATTENTION, blocks(2)), stored(STATE, [ends_at(6)]), BlocksRemoved(None, (ends_at(6),)))
     assert hit(index) == Hit(0, 0)
-    assert index.counts.unknown_removes == 0
+    assert (index.blocks(P, ATTENTION), index.blocks(P, STATE)) == (1, 0)
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("mamba", STATE), ("full_attention", ATTENTION), (None, ATTENTION)])
@@ -193,11 +193,11 @@ def test_a_place_s_bit_can_be_another_s() -> None:
     assert index.hits(PROMPT, TOKENS, 10.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
 
 
-def test_removals_of_what_was_never_there_are_counted_and_change_nothing() -> None:
+def test_removals_of_blocks_that_were_never_there_change_nothing() -> None:
     index = index_with(BlocksRemoved(0, (1, 2)), stored(ATTENTION, blocks(1)), BlocksRemoved(0, (1,)))
     index.apply(Q, BlocksRemoved(7, (5,)))
-    assert index.counts.unknown_removes == 4
     assert hit(index) == Hit(6, 6)
+    assert len(index) == index.blocks(P, ATTENTION) == 1
 
 
 def test_a_place_that_publishes_more_than_any_can_hold_is_forgotten() -> None:
@@ -205,12 +205,12 @@ def test_a_place_that_publishes_more_than_any_can_hold_is_forgotten() -> None:
     index.apply(P, stored(ATTENTION, range(900)))
     assert index.blocks(P, ATTENTION) == 900
     index.apply(P, stored(ATTENTION, range(900, 1800)))
-    assert (len(index), index.counts.overflows, index.knows_all_of(P), index.blocks(P, ATTENTION)) == (0, 1, False, 0)
+    assert (len(index), index.knows_all_of(P), index.blocks(P, ATTENTION)) == (0, False, 0)
 
 
 def test_nor_does_any_have_so_many_groups() -> None:
     index = index_with(*(stored(STATE, [1], group) for group in range(300)))
-    assert index.counts.overflows == 1
+    assert index.stored(P) == 300 - 257, "it was forgotten with the 257th group"
     assert index.blocks(P, STATE) == 1
 
 
@@ -236,13 +236,6 @@ def test_what_comes_and_goes_for_a_long_time_leaves_nothing() -> None:
     assert len(index) == index.blocks(P, ATTENTION) == len(PROMPT)
     index.drop_place(P)
     assert not len(index)
-
-
-def test_blocks_of_another_size_are_counted() -> None:
-    sizes = (BLOCK, UNIT, 16)
-    index = index_with(*(BlocksStored(0, ATTENTION, (tokens,), tokens) for tokens in sizes))
-    index.apply(P, BlocksStored(1, STATE, (1,), 16))
-    assert index.counts.unfit_blocks == 1
 
 
 # ---- what is expected

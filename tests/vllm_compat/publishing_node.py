@@ -39,17 +39,33 @@ def read_event(event: Any) -> CacheEvent:
 
 
 class Subscriber:
-    """Stands where an engine publishes its events, and gives them to an index."""
+    """Stands where an engine publishes its events, and gives them to an index.
+
+    Attributes:
+        copies: of each block in each group, by the events so far; never less than none.
+    """
 
     def __init__(self, index: PrefixIndex, place: Place) -> None:
         self.index, self.place = index, place
         self.seen = Counter[str]()
+        self.copies = Counter[tuple[int | None, int]]()
         index.apply(place, CacheCleared())
 
     def publish(self, batch: KVEventBatch) -> None:
         for event in batch.events:
             self.seen[type(event).__name__] += 1
+            self._count(read_event(event))
             self.index.apply(self.place, read_event(event))
+
+    def _count(self, event: CacheEvent) -> None:
+        match event:
+            case BlocksStored():
+                self.copies.update((event.group, each) for each in event.hashes)
+            case BlocksRemoved():
+                self.copies.subtract((event.group, each) for each in event.hashes)
+                assert min(self.copies.values(), default=0) >= 0, "the engine removes a block that it has not stored"
+            case CacheCleared():
+                self.copies.clear()
 
 
 @dataclasses.dataclass(frozen=True)

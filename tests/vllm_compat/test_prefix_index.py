@@ -41,7 +41,6 @@ def test_it_says_what_vllm_finds(name: str) -> None:
     assert len(model.groups) == 1 or sum(hit.resume < hit.attention for hit in hits) > TURNS // 10
     assert engine.events.seen["BlockRemoved"] > TURNS // 10, "nothing was evicted"
     assert engine.events.seen["AllBlocksCleared"]
-    assert not engine.events.index.counts.unknown_removes
 
 
 def test_two_engines_with_other_groups_in_one_index() -> None:
@@ -90,7 +89,7 @@ def test_after_a_gap_it_never_says_more_than_there_is(name: str) -> None:
             assert hit.attention <= engine.attention(salt, prompt)
             hits += hit.resume > 0
     assert hits > TURNS // 10
-    assert engine.events.index.counts.unknown_removes
+    assert engine.events.seen["BlockRemoved"] > TURNS // 10, "nothing was evicted"
 
 
 @pytest.mark.parametrize("name", ["attention", "hybrid", "hybrid, EAGLE", "hybrid, unit", "hybrid, unit, EAGLE"])
