@@ -15,7 +15,7 @@ from pdproxy.admin.losses import loss
 from pdproxy.admin.seen import JUST_NOW, WINDOW, Seen, duration, of_role
 from pdproxy.nodes.node import NodeView, Outage, Role, State
 from pdproxy.observe.labels import Outcome, Rejection
-from pdproxy.orchestration.in_flight import BadEnd, LegFault
+from pdproxy.orchestration.in_flight import BadEnd, LegFailure
 
 MOST_NAMES = 3
 _GOING = (State.DRAINING, State.TERMINATING)
@@ -262,7 +262,7 @@ def _because(view: NodeView) -> str:
     return f" ({view.reason})" if view.reason else ""
 
 
-def _first(events: Iterable[LegFault | BadEnd], now: float) -> float:
+def _first(events: Iterable[LegFailure | BadEnd], now: float) -> float:
     """When the last row of events began, between which there was never `WINDOW` of quiet; inf where it is over."""
     began, last = math.inf, -math.inf
     for event in events:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pdproxy.nodes.hand_over_verdict import HandOverVerdict
 from pdproxy.nodes.node import NO_BARS, Bars, NodeView, Role, State
 from pdproxy.observe.labels import Outcome, Rejection
-from pdproxy.orchestration.in_flight import BadEnd, LegFault, RecentEnds
+from pdproxy.orchestration.in_flight import BadEnd, LegFailure, RecentEnds
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 
 WINDOW = 300.0
@@ -44,7 +44,7 @@ class Seen:
         once a try to join has failed."""
         return [view for view in self.nodes if view.state in _OUT or (view.state is State.JOINING and view.reason)]
 
-    def faults(self) -> Sequence[LegFault]:
+    def faults(self) -> Sequence[LegFailure]:
         """Legs that failed, of the last `WINDOW`."""
         return [fault for fault in self.recent.faults if self.now - fault.at <= WINDOW]
 
@@ -66,7 +66,7 @@ class Seen:
         """Requests that were turned away just now, by the limit that did."""
         return collections.Counter(end.limit for end in self.bad_now() if end.limit is not None)
 
-    def failing(self) -> Sequence[LegFault]:
+    def failing(self) -> Sequence[LegFailure]:
         """Legs that failed just now on nodes that are not out, and have not come back since."""
         out = {view.name for view in self.out()}
         back = {view.name: view.outage.ended for view in self.nodes if view.outage is not None}

@@ -16,6 +16,7 @@ from pdproxy.usage import Usage
 MAX_SHOWN = 65536
 """Requests in flight that are kept; the oldest are dropped first. Admission keeps their number far below."""
 MAX_FAILURES = 20
+"""Failed legs that the operator's page lists."""
 MAX_BAD, RECENT_MINUTES = 2048, 15
 """Failed legs, and requests that ended badly, that are kept for operators; minutes whose ends are counted."""
 LONGEST_NAME = 60
@@ -115,14 +116,6 @@ class LegFailure(NamedTuple):
     request: FailureRecord
 
 
-class LegFault(NamedTuple):
-    """A leg failed on a node at this monotonic second."""
-
-    at: float
-    node: str
-    fault: Fault
-
-
 class BadEnd(NamedTuple):
     """A request got no complete answer, through no fault of its client's.
 
@@ -142,11 +135,11 @@ class RecentEnds:
     """How requests ended during the last minutes, and what went wrong on nodes meanwhile.
 
     Attributes:
-        faults, bad: oldest first.
+        faults, bad: legs that failed, and requests that ended badly; oldest first.
     """
 
     def __init__(self) -> None:
-        self.faults: collections.deque[LegFault] = collections.deque(maxlen=MAX_BAD)
+        self.faults: collections.deque[LegFailure] = collections.deque(maxlen=MAX_BAD)
         self.bad: collections.deque[BadEnd] = collections.deque(maxlen=MAX_BAD)
         self._minutes: collections.deque[tuple[int, collections.Counter[Outcome]]] = collections.deque(
             maxlen=RECENT_MINUTES
@@ -181,7 +174,6 @@ class InFlightRequests:
 
     def __init__(self) -> None:
         self._requests: dict[AnswerRecord, None] = {}
-        self._failures: collections.deque[LegFailure] = collections.deque(maxlen=MAX_FAILURES)
         self.cache_stats = {route: CacheStats() for route in Route}
         self.planned_hits = {role: PlannedHits() for role in Role}
         self.plans = dict.fromkeys(RouteReason, 0)
@@ -211,8 +203,7 @@ class InFlightRequests:
     def failed(self, failure: LegFailure) -> None:
         """A leg failed. A client's own mistake is no failure of ours, and is not kept."""
         if failure.fault is not Fault.CLIENT_ERROR:
-            self._failures.append(failure)
-            self.recent.faults.append(LegFault(failure.at, failure.node, failure.fault))
+            self.recent.faults.append(failure)
 
     def newest(self, most: int) -> list[AnswerRecord]:
         """The requests that began last, newest first."""
@@ -220,4 +211,4 @@ class InFlightRequests:
 
     def failures(self) -> list[LegFailure]:
         """The last failures, newest first."""
-        return list(reversed(self._failures))
+        return list(itertools.islice(reversed(self.recent.faults), MAX_FAILURES))

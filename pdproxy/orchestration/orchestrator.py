@@ -179,7 +179,8 @@ async def _answer_of(upstream: UpstreamRequest) -> tuple[bytes, Json]:
             upstream.keep.told(kept_of(answer))
     finally:
         await upstream.aclose()
-    cache_use = None if upstream.hand_over is None or upstream.recomputed else upstream.hand_over.answer.cache_use
+    hand_over, route = upstream.hand_over, upstream.record.route
+    cache_use = None if hand_over is None or route is Route.RECOMPUTED else hand_over.answer.cache_use
     seen = rewrite_answer(endpoint, answer, cache_use)
     return raw if seen == answer else write_json(seen), seen
 

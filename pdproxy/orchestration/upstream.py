@@ -57,7 +57,6 @@ class UpstreamRequest:
     Attributes:
         hand_over: the ticket of the decode leg, from the moment it is there; None where the decode node computes alone.
         record: of this prompt.
-        recomputed: the decode node had a ticket and computed the prompt all the same, as far as its usage shows.
         nodes: which nodes it goes to.
         keep: its turn in a conversation that nodes may keep; None where there is none.
     """
@@ -74,7 +73,6 @@ class UpstreamRequest:
         self._move: Move | None = None
         self._decode_node: Node | None = None
         self.hand_over: HandOver | None = None
-        self.recomputed = False
         self.keep: PromptKeep | None = None
         # What it holds, beside its place in the queue.
         self._slot: Slot | None = None
@@ -439,12 +437,11 @@ class UpstreamRequest:
             return
         route, cached = self._computed(usage)
         self.record.leg_used(msgspec.structs.replace(usage, cached=cached), route)
-        self.recomputed = route is Route.RECOMPUTED
-        self.nodes.count_hits(self.node, usage, None if self.recomputed else self.hand_over)
-        if self.recomputed:
+        self.nodes.count_hits(self.node, usage, None if route is Route.RECOMPUTED else self.hand_over)
+        if route is Route.RECOMPUTED:
             self._release_recomputed()
         self._record_pace(usage)
-        self._record_hand_over(usage)
+        self._record_hand_over(usage, route)
 
     def _computed(self, usage: Usage) -> tuple[Route, int | None]:
         """Which node computed the prompt, and how many of its tokens that node had cached."""
@@ -463,7 +460,7 @@ class UpstreamRequest:
         if hand_over is not None:
             release_later(self._context, hand_over.node, asked.request.model, hand_over.hand_over_id, asked.headers)
 
-    def _record_hand_over(self, usage: Usage) -> None:
+    def _record_hand_over(self, usage: Usage, route: Route) -> None:
         """Count the ticket for or against its pair of nodes, where the usage shows what became of it, and nothing that
         the client asked for explains that it was of no use."""
         hand_over, node, asked = self.hand_over, self._decode_node, self.sub_request
@@ -472,7 +469,7 @@ class UpstreamRequest:
         if (usage.prompt or 0) <= hand_over.node.tail_tokens:
             return  # the decode node computes all of it, with a good ticket too
         request, pair, now = asked.request, (hand_over.node.name, node.name), self._context.clock.now()
-        if not self.recomputed:
+        if route is not Route.RECOMPUTED:
             self._context.pool.hand_overs.ticket_used(pair, request.api_key, now)
         elif _depends_on_pair(asked, node):
             origin = LegOrigin(request.request_id, request.api_key, request.session)

@@ -10,13 +10,14 @@ from pdproxy.admin.incident import Cause, Finding, Incident, incident
 from pdproxy.admin.next_step import DOCS, HERE, PAGE, NextStep, PageSection, next_step
 from pdproxy.admin.seen import JUST_NOW, WINDOW, Seen
 from pdproxy.errors import ClientError, Fault
+from pdproxy.failures import Step
 from pdproxy.nodes.hand_over_verdict import HandOverVerdict, verdict
 from pdproxy.nodes.hand_overs import Used
 from pdproxy.nodes.node import BOTH, DECODE, PREFILL, Bars, Node, NodeView, Outage, PoolState, Role, State
-from pdproxy.observe.labels import Outcome, Rejection
+from pdproxy.observe.labels import Leg, Outcome, Rejection
 from pdproxy.orchestration.client_errors import final_error_of, rejected_error
-from pdproxy.orchestration.in_flight import MAX_BAD, LegFault, RecentEnds
-from pdproxy.orchestration.request_record import RequestRecord
+from pdproxy.orchestration.in_flight import MAX_BAD, LegFailure, RecentEnds
+from pdproxy.orchestration.request_record import FailureRecord, RequestRecord
 from pdproxy.request import Endpoint
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 from tests.orchestration.cluster import FakeCluster
@@ -60,7 +61,7 @@ def seen(*, faults: dict[str, list[float]] | None = None, ends: dict[Outcome, li
     recent = RecentEnds()
     legs = [(ago, node) for node, times in (faults or {}).items() for ago in times]
     for ago, node in sorted(legs, reverse=True):
-        recent.faults.append(LegFault(NOW - ago, node, Fault.RESET))
+        recent.faults.append(LegFailure(NOW - ago, "r", Leg.DECODE, node, Fault.RESET, Step.FAIL, FailureRecord()))
     requests = [(ago, outcome) for outcome, times in (ends or {}).items() for ago in times]
     for ago, outcome in sorted(requests, reverse=True):
         record = turned_away(Rejection.QUEUE_FULL) if outcome is Outcome.REJECTED else request()
