@@ -111,7 +111,7 @@ async def proxy(settings: Settings, host: HostEnvironment) -> AsyncIterator[Prox
     proved: Callable[[str], bool] = prover.proved if compares else lambda _: True
     drainer = Drainer(pool, clock, background, settings.deadlines.drain, Cohorts(pool, proved).is_needed)
     admin_context = _admin_context(settings, context, drainer, registry, leaving, events, secrets.admin_token)
-    metrics.watch_hand_overs(lambda: admin_context.hand_overs.fail)
+    metrics.nodes.watch_hand_overs(lambda: admin_context.hand_overs.fail)
     admin = admin_app(dataclasses.replace(admin_context, advice=sizing.advice, proved=proved))
     operators = GuardedPort(admin, settings.listen, RefusalLog(metrics.operator_refused))
     outages = OutageLog(clock)

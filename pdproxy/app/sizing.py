@@ -24,8 +24,8 @@ class SizingWatch:
         waiting = context.queue.status().waiting
         self._demand.observed(context.clock.now(), sum(view.legs(Role.DECODE) for view in decodes), waiting, caches)
         advice = self.advice()
-        context.metrics.nodes_needed(Role.PREFILL, advice.prefill)
-        context.metrics.nodes_needed(Role.DECODE, advice.decode)
+        context.metrics.nodes.nodes_needed(Role.PREFILL, advice.prefill)
+        context.metrics.nodes.nodes_needed(Role.DECODE, advice.decode)
 
     def advice(self) -> Advice:
         """As of the last look."""

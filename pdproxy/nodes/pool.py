@@ -111,7 +111,7 @@ class Pool:
         if slot.takes_room and load.leg is Leg.DECODE:
             cohort = entry.view.node.cohort
             self.traffic.record(cohort)
-            self._metrics.cohort_requested(cohort)
+            self._metrics.nodes.cohort_requested(cohort)
         if slot.trial:
             entry.view.trials += 1
             self._latest = None  # a trial decides whether a node that is on trial takes requests
@@ -232,7 +232,7 @@ class Pool:
 
     def _watch(self, view: NodeView, roles: Roles) -> None:
         for role in roles:
-            self._metrics.watch_node(view.name, role, functools.partial(view.legs, role))
+            self._metrics.nodes.watch_node(view.name, role, functools.partial(view.legs, role))
 
     def configured(self, name: str) -> Node:
         """The node as it was given to `add` or `amend`, without what a preflight found."""
@@ -326,13 +326,13 @@ class Pool:
         node, self._latest = entry.node, None
         gone = tuple(role for role in before.roles if role not in node.roles)
         new = tuple(role for role in node.roles if role not in before.roles)
-        self._metrics.roles_forgotten(node.name, gone, State)
+        self._metrics.nodes.roles_forgotten(node.name, gone, State)
         self._watch(entry.view, node.roles)
         if node.name in self.bars.nodes:
             for pair in _with_all(node.name, gone):
-                self._metrics.pair_allowed(*pair)
+                self._metrics.nodes.pair_allowed(*pair)
             for pair in _with_all(node.name, new):
-                self._metrics.pair_barred(*pair)
+                self._metrics.nodes.pair_barred(*pair)
         self._log.roles(node)
         self._count_models(node)
         self._count_state(entry)
@@ -380,7 +380,7 @@ class Pool:
                 self.load.drop_place(place)
             entry.leaving.set()
             self._room_changed()
-            self._metrics.node_forgotten(name, entry.node.roles, State, CircuitState)
+            self._metrics.nodes.node_forgotten(name, entry.node.roles, State, CircuitState)
             self._count_cohort(entry.node)
             self._count_serving(entry.node)
 
@@ -393,9 +393,9 @@ class Pool:
         before, after = set(self._pairs(self.bars)), set(self._pairs(bars))
         self.bars, self._latest = bars.following(self.bars, self.clock.now()), None
         for pair in before - after:
-            self._metrics.pair_allowed(*pair)
+            self._metrics.nodes.pair_allowed(*pair)
         for pair in after - before:
-            self._metrics.pair_barred(*pair)
+            self._metrics.nodes.pair_barred(*pair)
 
     # -- active health
 
@@ -525,7 +525,7 @@ class Pool:
         self._latest = None
         if circuit.state is not before:
             view.trials = 0
-            self._metrics.circuit_moved(entry.node.name, circuit.state)
+            self._metrics.nodes.circuit_moved(entry.node.name, circuit.state)
         self._show_circuit(entry, now)
         state, view.state = view.state, entry.state()
         if view.state is not state:
@@ -543,11 +543,11 @@ class Pool:
     def _count_state(self, entry: PoolEntry) -> None:
         node = entry.node
         for role in node.roles:
-            self._metrics.node_state(node.name, role, entry.state())
+            self._metrics.nodes.node_state(node.name, role, entry.state())
         self._count_cohort(node)
         self._count_serving(node)
         if Role.PREFILL in node.roles and node.model:
-            self._metrics.watch_prefill(node.model, functools.partial(self._to_prefill, node.model))
+            self._metrics.nodes.watch_prefill(node.model, functools.partial(self._to_prefill, node.model))
 
     def _to_prefill(self, model: str) -> int:
         """Tokens that the prefill nodes of a model still have to compute."""
@@ -573,11 +573,11 @@ class Pool:
         here = [entry for entry in self._entries.values() if entry.node.cohort == of.cohort]
         if not here:
             self.traffic.drop_cohort(of.cohort)
-            self._metrics.cohort_forgotten(of.cohort, Role)
+            self._metrics.nodes.cohort_forgotten(of.cohort, Role)
             return
         for role in Role:
             serving = sum(role in entry.node.roles and entry.state() in SERVING for entry in here)
-            self._metrics.cohort_nodes(of.cohort, role, serving)
+            self._metrics.nodes.cohort_nodes(of.cohort, role, serving)
 
     def _pairs(self, bars: Bars) -> Iterator[tuple[str, str]]:
         """The barred pairs, by prefill and decode node; a node that is barred from all has ALL_NODES beside it."""

@@ -259,7 +259,7 @@ class SilenceWatch:
 
     def _conclude(self, node: Node, watched: _WatchedNode, outcome: SilenceOutcome) -> None:
         for role in node.roles:
-            self._metrics.silence_probed(role, outcome)
+            self._metrics.nodes.silence_probed(role, outcome)
         pause = AGAIN if outcome in (SilenceOutcome.ANSWERED, SilenceOutcome.TOO_MANY) else 0.0
         watched.quiet_until = self._clock.now() + pause
         if outcome is SilenceOutcome.TOO_MANY and not watched.spared:

@@ -98,7 +98,7 @@ class KnownAnswer:
         if result.proof in (Proof.FAILED, Proof.NOT_HANDED_OVER):
             again = await self._once(prefill, decode)
             result = again if again.proof is Proof.PASSED else result
-        self._context.metrics.proof_ended(result.proof)
+        self._context.metrics.nodes.proof_ended(result.proof)
         return result
 
     async def warm(self, prefill: Node, decode: Node) -> ProofResult:

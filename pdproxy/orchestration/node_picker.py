@@ -208,7 +208,7 @@ class NodePicker:
         context, self._chosen = self._context, chosen
         if chosen.reason is not None:
             self._record.decision = chosen
-            context.metrics.planned(chosen.reason)
+            context.metrics.plans.planned(chosen.reason)
             context.in_flight.plans[chosen.reason] += 1
         if chosen.decode_affinity is not None:
             self._record_affinity(Role.PREFILL, chosen.prefill_affinity)
@@ -329,7 +329,7 @@ class NodePicker:
         if node in (chosen.prefill, chosen.decode):
             outcome = predicted(planned, cached, node.block_size or UNKNOWN_BLOCK)
             role = Role.PREFILL if node is chosen.prefill or Role.DECODE not in node.roles else Role.DECODE
-            self._context.metrics.hit(role, planned, cached, outcome)
+            self._context.metrics.plans.hit(role, planned, cached, outcome)
             self._context.in_flight.planned_hits[role].add(usage.prompt or 0, planned, cached, outcome)
         if source is not None:
             source.learn(self._sub_request, RealHit(place_of(node.name, rank), usage.prompt, cached))
@@ -337,7 +337,7 @@ class NodePicker:
     def _record_affinity(self, role: Role, affinity: Affinity | None) -> None:
         if affinity is not None:
             self._record.affinities = {**self._record.affinities, role: affinity}
-            self._context.metrics.session_routed(role, affinity)
+            self._context.metrics.plans.session_routed(role, affinity)
 
     def _plan(self, full: frozenset[str] = _NO_NAMES) -> Plan:
         """``full``: names of nodes that are left out this time."""

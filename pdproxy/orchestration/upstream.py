@@ -274,7 +274,7 @@ class UpstreamRequest:
         self._context.in_flight.failed(LegFailure(now, name, leg, node, fault.fault, step, failure))
 
     def _count_local(self, reason: LocalReason) -> None:
-        self._context.metrics.planned_local(reason)
+        self._context.metrics.plans.planned_local(reason)
         if self.record.route is None:
             self.record.local_reason = reason
 

@@ -29,10 +29,10 @@ def counted() -> CollectorRegistry:
     """A proxy's series, with what one prefill and one decode node do."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
-    metrics.watch_prefill("m", lambda: 900)
+    metrics.nodes.watch_prefill("m", lambda: 900)
     for role, legs in ((Role.PREFILL, 3), (Role.DECODE, 7)):
-        metrics.watch_node(f"{role}-0", role, partial(float, legs))
-        metrics.nodes_needed(role, legs / 4)
+        metrics.nodes.watch_node(f"{role}-0", role, partial(float, legs))
+        metrics.nodes.nodes_needed(role, legs / 4)
     return registry
 
 

@@ -45,7 +45,7 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.phases[Phase.PREFILL].observe(0.5)
     metrics.leg_failed(Leg.PREFILL, Fault.STALL)
     metrics.step_taken(Leg.DECODE, Fault.RESET, Word.ONE)
-    metrics.planned_local(Word.TWO)
+    metrics.plans.planned_local(Word.TWO)
     metrics.migrated(Attempt.SUCCEEDED)
     metrics.continuable(Word.ONE)
     metrics.recomputed()
@@ -56,16 +56,16 @@ def test_everything_is_counted_under_its_name(metrics: Metrics, registry: Collec
     metrics.rejected(Word.ONE, "k")
     alike, key = metrics.requests.alike(Endpoint.CHAT, "m", stream=True), metrics.keys.series("k")
     alike.add_tokens(Usage(None, None, 512), key)
-    metrics.watch_prefill("idle", lambda: 0)
-    metrics.watch_prefill("m", lambda: 300)
-    metrics.watch_node("n", Word.ONE, lambda: 2)
-    metrics.circuit_moved("n", Word.TWO)
+    metrics.nodes.watch_prefill("idle", lambda: 0)
+    metrics.nodes.watch_prefill("m", lambda: 300)
+    metrics.nodes.watch_node("n", Word.ONE, lambda: 2)
+    metrics.nodes.circuit_moved("n", Word.TWO)
     metrics.task_failed(Task.HEALTH)
-    metrics.silence_probed(Role.DECODE, SilenceOutcome.GIVEN_UP)
-    metrics.pair_barred("p", "n")
-    metrics.pair_barred("p", "other")
-    metrics.pair_allowed("p", "other")
-    metrics.proof_ended(Proof.FAILED)
+    metrics.nodes.silence_probed(Role.DECODE, SilenceOutcome.GIVEN_UP)
+    metrics.nodes.pair_barred("p", "n")
+    metrics.nodes.pair_barred("p", "other")
+    metrics.nodes.pair_allowed("p", "other")
+    metrics.nodes.proof_ended(Proof.FAILED)
     expected: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {
         ("pdproxy_requests_total", (("endpoint", "/v1/chat/completions"), ("model", "m"), ("outcome", "ok"))): 1,
         ("pdproxy_requests_total", (("endpoint", "other"), ("model", "other"), ("outcome", "failed"))): 1,
@@ -121,12 +121,12 @@ def test_a_node_is_in_one_state_until_it_is_forgotten(metrics: Metrics, registry
             for word in Word
         }
 
-    metrics.node_state("n", Word.ONE, Word.ONE)
-    metrics.node_state("n", Word.ONE, Word.TWO)
+    metrics.nodes.node_state("n", Word.ONE, Word.ONE)
+    metrics.nodes.node_state("n", Word.ONE, Word.TWO)
     assert states() == {Word.ONE: 0, Word.TWO: 1}
-    metrics.circuit_moved("n", Word.TWO)
-    metrics.node_forgotten("n", (Word.ONE,), Word, Word)
-    metrics.node_forgotten("n", (Word.ONE,), Word, Word)
+    metrics.nodes.circuit_moved("n", Word.TWO)
+    metrics.nodes.node_forgotten("n", (Word.ONE,), Word, Word)
+    metrics.nodes.node_forgotten("n", (Word.ONE,), Word, Word)
     assert states() == {Word.ONE: None, Word.TWO: None}
     assert registry.get_sample_value("pdproxy_circuit_moves_total", {"node": "n", "to": "two"}) is None
 
@@ -135,10 +135,10 @@ def test_a_node_that_comes_back_is_counted_anew(metrics: Metrics, registry: Coll
     def active() -> float | None:
         return registry.get_sample_value("pdproxy_node_active", {"node": "n", "role": "one"})
 
-    metrics.watch_node("n", Word.ONE, lambda: 3)
-    metrics.node_forgotten("n", (Word.ONE,), Word, Word)
+    metrics.nodes.watch_node("n", Word.ONE, lambda: 3)
+    metrics.nodes.node_forgotten("n", (Word.ONE,), Word, Word)
     assert active() is None
-    metrics.watch_node("n", Word.ONE, lambda: 1)
+    metrics.nodes.watch_node("n", Word.ONE, lambda: 1)
     assert active() == 1
 
 

@@ -37,7 +37,7 @@ class LoopbackCluster:
         self.fabric = fabric
         self.nodes = nodes
         self.registry = CollectorRegistry()
-        self.metrics = self.make_metrics()
+        self.metrics = Metrics(self.registry)
         self.transport = H1Transport(clock, on_resend=self.metrics.resent)
         self.pool = Pool(clock, CircuitBreakerConfig(failures=3, cool_down=0.2, longest_cool_down=0.5, slow_start=0.0))
         for node in nodes:
@@ -51,10 +51,6 @@ class LoopbackCluster:
             self.pool.admit(entry)
         self.context = self.make_context(config)
         self.orchestrator = Orchestrator(self.context)
-
-    def make_metrics(self) -> Metrics:
-        """The metrics of all of it."""
-        return Metrics(self.registry)
 
     def make_context(self, config: OrchestrationConfig) -> OrchestrationContext:
         """The context of the orchestration."""

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import enum
 import gc
 import itertools
 import math
@@ -20,10 +19,10 @@ from pdproxy.events.subscriber import EventSubscriber
 from pdproxy.events.subscription import SubscriptionTimeouts
 from pdproxy.events.token_ids import TokenIds
 from pdproxy.nodes.hashing import Hashing
-from pdproxy.nodes.node import Binding, Capacity
+from pdproxy.nodes.node import Binding, Capacity, Role
 from pdproxy.observe.labels import Known, Prediction, Task
-from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
+from pdproxy.orchestration.in_flight import PlannedHits
 from pdproxy.orchestration.keeping import Keeping
 from pdproxy.orchestration.prefix_source import CombinedSource
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
@@ -53,16 +52,16 @@ ROOM = Capacity(1600, 4, 4, Binding.STATE)
 HASHING = Hashing(SCHEME.algorithm, SCHEME.unit, SCHEME.block_size, SCHEME.root, states=True)
 
 
-class CountingMetrics(Metrics):
+class CountingHits(PlannedHits):
     """Counts answers whose place had another number of tokens cached than was planned, to the token."""
 
-    def __init__(self, cluster: LoopbackCluster) -> None:
-        super().__init__(cluster.registry)
-        self._hits = Counter("soak_hits", "Answers by what was planned.", ["planned"], registry=cluster.registry)
+    def __init__(self, hits: Counter) -> None:
+        super().__init__()
+        self._hits = hits
 
-    def hit(self, role: enum.StrEnum, planned: int, real: int, outcome: Prediction) -> None:
+    def add(self, prompt_tokens: int, planned: int, real: int, outcome: Prediction) -> None:
         """Count one."""
-        super().hit(role, planned, real, outcome)
+        super().add(prompt_tokens, planned, real, outcome)
         self._hits.labels("right" if planned == real else "too_many" if planned > real else "too_few").inc()
 
 
@@ -80,9 +79,6 @@ class CachedCluster(LoopbackCluster):
         self._publishing = asyncio.create_task(self._publish())
         self._rejoining = asyncio.create_task(self._rejoin(random.Random(5)))
 
-    def make_metrics(self) -> Metrics:
-        return CountingMetrics(self)
-
     def make_context(self, config: OrchestrationConfig) -> OrchestrationContext:
         """With all that `app.build` makes for the policy `cache`."""
         metrics = self.metrics
@@ -96,10 +92,13 @@ class CachedCluster(LoopbackCluster):
         finder = HashFinder(texts, token_ids, self.pool.load)
         self._exact = EventPrefixSource(self.pool, self.caches, finder, self.clock, metrics.events, background)
         source = CombinedSource(self._exact, texts)
-        return OrchestrationContext(
+        context = OrchestrationContext(
             self.transport, self.pool, metrics, self.clock, config,
             prefix_source=source, keeping=self._keeping(source), background=background,
         )  # fmt: skip
+        hits = Counter("soak_hits", "Answers by what was planned.", ["planned"], registry=self.registry)
+        context.in_flight.planned_hits = {role: CountingHits(hits) for role in Role}
+        return context
 
     def _keeping(self, source: CombinedSource) -> Keeping:
         numbers = itertools.count()
