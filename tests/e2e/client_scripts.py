@@ -42,7 +42,7 @@ KINDS: Mapping[str, Callable[[int], Quiz]] = {
     "forced": recital,
     "long": partial(recite, tokens=1000, lines=190),
 }
-"""Question kinds. `long` has an answer of 950 tokens: a client that leaves at the first token leaves before the
+"""Kinds of questions. `long` has an answer of 950 tokens: clients that leave at its first token leave before the
 last."""
 
 

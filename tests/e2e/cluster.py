@@ -60,8 +60,7 @@ class Workload:
 
     @classmethod
     def of(cls, manifest: Manifest, services: Iterable[Manifest]) -> "Workload":
-        """The workload of a manifest, with the labels that endpoint slices get from the service which selects its
-        pods."""
+        """The workload of a manifest, with the labels that endpoint slices get from its pods' service."""
         spec, pod = manifest["spec"], manifest["spec"]["template"]["metadata"]["labels"]
         chosen = [each for each in services if each["spec"]["selector"].items() <= pod.items()]
         labels = {**chosen[0]["metadata"]["labels"], "kubernetes.io/service-name": chosen[0]["metadata"]["name"]}
@@ -138,7 +137,7 @@ class Cluster:
         return [pod for pod in self.pods if pod.workload.component == component and pod.ready and not pod.terminating]
 
     def url(self) -> str:
-        """The clients' port of a ready proxy, round robin. Raises ConnectError where none is ready, as a service
+        """The clients' port of a ready proxy, round robin. Raises ConnectError if none is ready, as a service
         refuses."""
         proxies = self.endpoints("proxy")
         if not proxies:
@@ -157,8 +156,7 @@ class Cluster:
     # -- controllers
 
     async def apply(self, *releases: Manifests) -> None:
-        """Apply the releases. Returns once they are in place and the old pods are gone. Raises TimeoutError after
-        PATIENCE_S."""
+        """Apply the releases, and wait until the old pods are gone. Raises TimeoutError after PATIENCE_S."""
         for release in releases:
             self._mount(release)
         self._services = [each for release in releases for each in release.of("Service")]

@@ -47,8 +47,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Composed:
-    """The running services: URLs by service name, the operators' URL of the proxy, and the order of becoming
-    healthy."""
+    """The running services: URLs by service, the operators' URL of the proxy, the order of becoming healthy."""
 
     running: Mapping[str, Running]
     order: tuple[str, ...]
@@ -149,8 +148,7 @@ def _make_token(services: Mapping[str, Service], folder: Path) -> str:
 
 
 def _await_health(supervisor: Supervisor, containers: list[Container]) -> Iterator[str]:
-    """Yield names as they become healthy. Failed checks are allowed in the start period, then as often as `retries`
-    says."""
+    """Yield names as they become healthy. Checks may fail in the start period, then as often as `retries` says."""
     began = time.monotonic()
     waiting = list(containers)
     while waiting:

@@ -32,8 +32,7 @@ def proxies_of(run: str, nodes: Sequence[Node]) -> Iterator[dict[Routing, Proxy]
 
 @dataclass(frozen=True)
 class Load:
-    """How many rounds, and in each how many conversations at once through each proxy, with prompts of how many
-    tokens."""
+    """How many rounds, how many conversations at once in each through each proxy, and their tokens."""
 
     tokens: int
     at_once: int

@@ -1,5 +1,4 @@
-"""A prefill node, two decode nodes and a proxy of a test's own. Tests may break the nodes; `Fleet.heal` repairs
-them."""
+"""A prefill node, two decode nodes and a proxy of a test's own. Tests may break nodes; `Fleet.heal` repairs them."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

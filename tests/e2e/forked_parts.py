@@ -34,8 +34,7 @@ IMPORTS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_
 READ_LATER = frozenset(
     {"VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_PLUGINS", "VLLM_SERVER_DEV_MODE", "PYTHONPATH", "PYTEST_CURRENT_TEST"}
 )
-"""Variables that no import reads (folders of modules hold plugins, which are loaded later), beside our own, which begin
-with `OURS`."""
+"""Variables that no import reads, beside our own (`OURS`). Folders of modules hold plugins, which are loaded later."""
 OURS = "PDPROXY_"
 LOOK_EVERY_S = 0.02
 

@@ -52,8 +52,7 @@ def _write(folder: Path, model: Path, times: float) -> Path:
 
 
 def _factors(weight: Any, times: float) -> tuple[Any, Any]:
-    """Factors with `up @ down == times * weight`. The weight has at most RANK rows, so that it is one of the
-    factors."""
+    """Factors with `up @ down == times * weight`: the weight, which has at most RANK rows, is one of them."""
     import torch
 
     rows = weight.shape[0]

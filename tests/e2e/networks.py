@@ -123,8 +123,7 @@ class Network:
         self._in(SWITCH, "link", "set", port, "up")
 
     def _know_each_other(self) -> None:
-        """Enter each host's link address at the other one: an address lookup that a cut swallows would be reported,
-        unlike packets."""
+        """Enter each host's link address at the other one: a lookup that a cut swallows would be reported."""
         macs = {name: self._mac(name) for name in HOSTS}
         for name in HOSTS:
             for other, number in HOSTS.items():

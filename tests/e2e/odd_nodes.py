@@ -82,8 +82,7 @@ def changed_model(folder: Path, change: Callable[[Weights], None]) -> Path:
 
 
 def negate_values(weights: Weights) -> None:
-    """Change the sign of attention's values; the projection after them changes it back. The function is the same, the
-    cache is not."""
+    """Change the sign of attention's values; the projection after them changes it back. Only the cache differs."""
     for name in weights:
         if name.endswith(("self_attn.v_proj.weight", "self_attn.o_proj.weight")):
             weights[name] = -weights[name]

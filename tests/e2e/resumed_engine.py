@@ -88,8 +88,7 @@ def ids(outputs: list[EngineCoreOutput]) -> list[int]:
 
 
 def log_probabilities(outputs: list[EngineCoreOutput]) -> list[list[int]]:
-    """The tokens ranked at each position. Their values are left out: the last digits differ between a step and a
-    prefill."""
+    """The tokens ranked at each position, without values: their last digits differ between a step and a prefill."""
     return [list(map(int, row)) for each in outputs if each.new_logprobs for row in each.new_logprobs.logprob_token_ids]
 
 

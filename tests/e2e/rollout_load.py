@@ -1,5 +1,4 @@
-"""Clients that send requests all the time while nodes and proxies are replaced. Every answer must come, whole and
-right."""
+"""Clients that send requests while nodes and proxies are replaced. Every answer must come, whole and right."""
 
 import asyncio
 import json

@@ -103,8 +103,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Round:
-    """The result of one kill. `needed`: seconds in which the other node computes all these prompts and tokens at
-    once."""
+    """The result of one kill. `needed`: seconds for the other node to compute all these prompts and tokens at once."""
 
     victim: str
     streams: Sequence[FollowedStream]

@@ -140,8 +140,7 @@ async def test_short_sequences(node: Node, reported: ReportedCapacity) -> None:
 
 
 async def test_growing_sequences(node: Node, reported: ReportedCapacity) -> None:
-    """All are admitted. The figure says whether they can grow: at one block below it they can, at one above they
-    cannot."""
+    """All are admitted. At one block below the figure they can grow, at one block above it they cannot."""
     start = reported.length(GROWING) - LATE
     assert await preemptions(node, growing(start, 10), LATE - BLOCK) == 0
     assert await preemptions(node, growing(start, 20), LATE + BLOCK) > 0

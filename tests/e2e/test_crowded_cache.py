@@ -30,8 +30,7 @@ BLOCK = 256
 SECONDS = 15.0
 """Seconds for an answer. Without `connector.admission` both requests waited until their clients left."""
 POSTED_S = 1.0
-"""Seconds from the allocation of a read's blocks until it is surely posted. The prefill node counts as silent after 6
-s."""
+"""Seconds from the allocation of a read's blocks until it is posted. The prefill node counts as silent after 6 s."""
 PATIENCE_S = 60.0
 """Seconds for steps that no test here measures."""
 

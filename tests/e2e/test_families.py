@@ -101,8 +101,7 @@ class Truth:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
     def off(self, said: Said) -> float:
-        """The largest error of an answer in nats: of each token's log-probability, and of its distance from the best
-        token."""
+        """The largest error of an answer in nats: in a token's log-probability, or in its distance from the best one."""
         ids = self._torch.tensor([[*said.prompt, *said.tokens]])
         with self._torch.inference_mode():
             logits = self._model(ids, use_cache=False).logits[0, len(said.prompt) - 1 : -1].float()

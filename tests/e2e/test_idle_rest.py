@@ -23,8 +23,7 @@ MOST_CORES = 0.2
 
 
 def cores(node: Node) -> float:
-    """How many cores a node keeps busy: the least of some samples, because other work on the machine makes steps
-    longer."""
+    """How many cores a node keeps busy: the least of some samples, because other work makes steps longer."""
     return min(cores_used(node, SECONDS) for _ in range(SAMPLES))
 
 

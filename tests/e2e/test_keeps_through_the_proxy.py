@@ -1,5 +1,4 @@
-"""A client asks for a keep by its own API's field: a real prefill node keeps the conversation, and usage shows the
-hits."""
+"""A client asks for a keep: a real prefill node keeps the conversation, and usage shows the hits."""
 
 import pytest
 from openai import OpenAI

@@ -18,8 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest
 
 AT_ONCE = 5
 FOUND_WITHIN_S = 8.0
-"""Seconds. Silence, and two probes with three times `health.silence_timeout` for a prefill node: five seconds in
-all."""
+"""Seconds: silence, and two probes of three times `health.silence_timeout`, are five seconds in all."""
 LATER_WITHIN_S = 2.0
 BACK_WITHIN_S = 30.0
 PATIENCE_S = 120.0

@@ -30,8 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Dense:
 
 @pytest.fixture(scope="module")
 def nodes(model: Dense, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
-    """One adapter is `mine` on the prefill node and `theirs` on the decode node. `common` is on both, with different
-    content."""
+    """`mine` of the prefill node is `theirs` of the decode node. `common` is on both, with different content."""
     folder = tmp_path_factory.mktemp("adapters")
     here = {"mine": negating(folder / "a", model.folder), "common": silent(folder / "b", model.folder)}
     there = {"theirs": negating(folder / "c", model.folder), "common": negating(folder / "d", model.folder)}

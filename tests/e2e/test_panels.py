@@ -28,8 +28,7 @@ MINUTE = 60.0
 BOARD = ROOT / "deploy/grafana/dashboards/pdproxy.json"
 ALERTS = ROOT / "deploy/prometheus/alerts.yml"
 WITH_KEYS = {"pdproxy_connector_key_file_changes_total", "pdproxy_connector_side_channel_refused_total"}
-"""Not exported here: these nodes have no ticket keys. `tests/connector` covers the reads of the file, and the
-refusals."""
+"""Not exported here: these nodes have no ticket keys. `tests/connector` covers reads of the file, and refusals."""
 SCRAPED = ROOT / "deploy/prometheus/prometheus.yml"
 
 
@@ -67,8 +66,7 @@ def of_alerts() -> list[Selector]:
 
 
 def live(pair: Pair, proxy: Proxy, seed: int) -> None:
-    """Cause each event once: a request, a stream; on nodes two turns, a ticket that nobody reads, a wrong ticket,
-    junk."""
+    """Cause each event once: a request, a stream; two turns, an unread ticket, a wrong ticket and junk on nodes."""
     question = quiz(seed + 3, 300)
     assert complete(proxy.url, question.prompt()).text == question.answer
     _streamed(proxy, seed + 4)
@@ -185,7 +183,7 @@ def test_what_the_panels_of_the_nodes_show_is_more_than_nothing(history: list[li
 
 @pytest.mark.parametrize("selector", of_alerts(), ids=lambda each: each.metric)
 def test_every_series_of_the_alerts_is_exported(history: list[list[Sample]], selector: Selector) -> None:
-    """The series has the alert's labels. tests/test_metrics_page.py knows their values: a lease takes long to
+    """The series has the alert's labels. tests/test_metrics_page.py checks their values: a lease takes long to
     expire."""
     found = Selector(selector.metric, ()).of(history[-1])
     assert any(sample.value > 0 for sample in found)

@@ -62,8 +62,8 @@ class Scene:
         return tuple(descendants(self.prefill.part.process.pid))
 
     def computes(self, question: Quiz, ticket: Params) -> None:
-        """The decode node answers soon and right. It counts a failed read, or one that it did not make because an
-        earlier one failed."""
+        """The decode node answers soon and right. It counts a failed read, or one that it skipped after an earlier
+        failure."""
         bad = [watch(self.decode.url, "reads", outcome=end) for end in BAD_ENDS]
         bad.append(watch(self.decode.url, "barred_tickets"))
         began = time.monotonic()

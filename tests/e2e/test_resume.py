@@ -21,8 +21,7 @@ def test_both_nodes_say_at_which_unit(pair: Pair) -> None:
 
 
 def test_a_chat_s_later_turns_need_no_ticket(pair: Pair) -> None:
-    """The decode node computes less than a third of the tokens of turns 2 to 6. Without boundaries it computed all of
-    them."""
+    """The decode node computes less than a third of the tokens of turns 2 to 6; without boundaries it computed all."""
     talk = quiz(3101, 650)
     hand_over(pair.prefill.url, pair.decode.url, talk.at_turn(1))
     computed = watch(pair.decode.url, "prompt_tokens", source="computed")
@@ -38,8 +37,7 @@ def test_a_chat_s_later_turns_need_no_ticket(pair: Pair) -> None:
 
 @pytest.mark.parametrize("length", [660, 700, 766, 1500])
 def test_any_length_leaves_a_state_to_go_on_from(pair: Pair, length: int) -> None:
-    """The lengths 660 to 766 are included: vLLM 0.32's CPU build keeps no state for them unless it gets the block
-    size."""
+    """Lengths 660 to 766 are included: vLLM 0.32's CPU build keeps no state for them unless it gets the block size."""
     paper = quiz(3200 + length, length)
     hand_over(pair.prefill.url, pair.decode.url, paper)
     for node in (pair.decode, pair.prefill):
@@ -49,8 +47,7 @@ def test_any_length_leaves_a_state_to_go_on_from(pair: Pair, length: int) -> Non
 
 
 def test_it_goes_on_as_one_node_would(pair: Pair) -> None:
-    """Greedy tokens and log-probabilities are equal, from a state that was read and kept, and from one computed
-    here."""
+    """Greedy tokens and log-probabilities are equal from a state that was read and from one computed here."""
     talk = quiz(3301, 900)
     hand_over(pair.prefill.url, pair.decode.url, talk.at_turn(1))
     second = talk.at_turn(2)

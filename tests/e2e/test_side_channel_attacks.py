@@ -87,8 +87,7 @@ def reads_at_once(pair: Pair, question: Quiz) -> float:
 
 
 def test_a_flood_and_black_holes_change_nothing(pair: Pair) -> None:
-    """The quick one: an endless multipart message to the prefill node, eight tickets that lead nowhere at the decode
-    node."""
+    """The quick one: an endless multipart message to the prefill node, eight tickets that lead nowhere to the other."""
     hand_over(pair.prefill.url, pair.decode.url, quiz(7000, 300))
     listener = owner_of(pair.prefill)
     before = memory_of(listener)

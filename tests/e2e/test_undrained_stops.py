@@ -48,8 +48,7 @@ LONG_TOKENS = 3000
 QUESTIONS = 2 * len(Way)
 """Questions while the node stops."""
 BY_IDS = 32
-"""Requests at once. Of fewer, none may go to the stopping node, where streams still run while the other's have
-ended."""
+"""Requests at once. With fewer, none might go to the stopping node, where streams still run."""
 
 
 @pytest.fixture(scope="module")

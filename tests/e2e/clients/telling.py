@@ -30,8 +30,7 @@ class Task:
         self.url: str = asked["url"]
         self.model: str = asked["model"]
         self.tools: Any = asked["tools"]
-        """The tools that the model calls unasked, in OpenAI's shape. `forced`: the tool that a request forces it to
-        call."""
+        """The tools that the model calls unasked, in OpenAI's shape. `forced`: the tool that a request forces."""
         self.forced: Any = asked["forced"]
         self.schema: Json = asked["forced"]["function"]["parameters"]
         self._questions: dict[str, Iterator[Json]] = {kind: iter(each) for kind, each in asked["questions"].items()}
