@@ -101,7 +101,7 @@ class Truth:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
     def off(self, said: Said) -> float:
-        """The largest error of an answer in nats: in a token's log-probability, or in its distance from the best one."""
+        """The largest error of an answer in nats: in a token's log-probability, or in its distance from the best."""
         ids = self._torch.tensor([[*said.prompt, *said.tokens]])
         with self._torch.inference_mode():
             logits = self._model(ids, use_cache=False).logits[0, len(said.prompt) - 1 : -1].float()
