@@ -59,7 +59,7 @@ class Call:
     def take_body(self) -> bytes | None:
         return None
 
-    def watch(self, on_left: Callable[[], None] | None) -> None:
+    def tell_when_left(self, on_left: Callable[[], None] | None) -> None:
         """This client stays."""
 
     def _take(self, piece: bytes) -> bool:
