@@ -29,11 +29,23 @@ WORDS = ("the", "quick", "brown", "fox\n", "jumps", "over", '"lazy"', "dogs,", "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nodes:
-    """``each``: how many of each role; and the milliseconds between two steps of theirs."""
+    """The nodes behind a proxy.
+
+    Attributes:
+        each: how many of each role.
+        prefill_ms, decode_ms: milliseconds between two steps of theirs.
+        batches: of KV events that each node publishes in a second, beside its answers; 0 for nodes without events.
+    """
 
     each: int = 1
     prefill_ms: float = 1.0
     decode_ms: float = 1.0
+    batches: float = 0.0
+
+    def command(self, port: int, step_ms: float) -> tuple[str, ...]:
+        """The module that runs those of one role, and its arguments."""
+        words = (f"{port}", f"{step_ms}", f"{self.each}")
+        return ("deploy.bench.event_node", *words, f"{self.batches}") if self.batches else ("deploy.bench.node", *words)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,7 +135,7 @@ async def running_proxy(module: str, nodes: Nodes, *flags: str) -> AsyncIterator
     prefill, decode, clients, operators = free_ports(4)
     async with contextlib.AsyncExitStack() as stack:
         for port, step in ((prefill, nodes.prefill_ms), (decode, nodes.decode_ms)):
-            await stack.enter_async_context(_process("deploy.bench.node", f"{port}", f"{step}", f"{nodes.each}"))
+            await stack.enter_async_context(_process(*nodes.command(port, step)))
             await _listens(port)  # or the proxy's first probe fails, and the next one is ten seconds later
         words = PDPROXY.command(Ports(clients, operators, prefill, decode))[3:]
         for address in addresses(nodes.each)[1:]:

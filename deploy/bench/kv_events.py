@@ -67,14 +67,18 @@ def _removed(event: Removed, group: int) -> dict[str, Any]:
 
 
 class Publisher:
-    """One rank's publisher. Must be made within an event loop; `close` it."""
+    """One rank's publisher. Must be made within an event loop; `close` it.
 
-    def __init__(self) -> None:
+    Args:
+        most_kept: batches for replays.
+    """
+
+    def __init__(self, most_kept: int = KEPT) -> None:
         self._context = zmq.asyncio.Context()
         self._events, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         self._ports = [socket.bind_to_random_port(HOST) for socket in (self._events, self._replay)]
         self._numbers = itertools.count()
-        self._past: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT)
+        self._past: deque[tuple[bytes, bytes]] = deque(maxlen=most_kept)
         self._replaying = asyncio.get_running_loop().create_task(self._serve_replays())
 
     def source(self) -> dict[str, Any]:
@@ -85,7 +89,7 @@ class Publisher:
             "publisher": "zmq",
             "endpoint": endpoint,
             "replay_endpoint": replay,
-            "buffer_steps": KEPT,
+            "buffer_steps": self._past.maxlen,
             "hwm": 100_000,
             "max_queue_size": 100_000,
             "topic": "",

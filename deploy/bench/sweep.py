@@ -8,9 +8,11 @@ process, the kernel's part of it included; memory is its resident set. Nodes are
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import os
 import resource
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +25,8 @@ from deploy.bench.script import Line
 PROMPTS = (MB // 8, MB // 2, 2 * MB, 8 * MB)
 STREAMS = (1, 8, 64, 256, 512)
 REQUESTS = 1024
-NODES = (1, 50, 500)
-"""Nodes of each role."""
+NODES = (Nodes(1), Nodes(50), Nodes(500), Nodes(1, batches=10.0), Nodes(50, batches=10.0))
+NODES_REQUESTS = 4096
 AT_ONCE = 64
 """Streams that are being opened."""
 NO_SLOW_START = ("--health-slow-start", "0")
@@ -101,19 +103,25 @@ async def concurrency(_: Size) -> Table:
 
 
 async def nodes(_: Size) -> Table:
-    """CPU time of a request, and of a second without one, by the number of nodes."""
+    """CPU time of a request, and of a second without one, by the number of nodes, some of which publish KV events."""
     rows = []
-    for each in NODES:
-        async with running_proxy("pdproxy", Nodes(each=each, decode_ms=20.0), *NO_SLOW_START) as proxy:
-            await asyncio.sleep(15 if each > 1 else 1)  # until all were looked at
+    for fleet in NODES:
+        steady = dataclasses.replace(fleet, decode_ms=20.0)
+        async with running_proxy("pdproxy", steady, *NO_SLOW_START) as proxy:
+            await asyncio.sleep(15 if fleet.each > 1 else 1)  # until all were looked at
             began = cpu_seconds(proxy.process.pid)
             await asyncio.sleep(10)
             idle = (cpu_seconds(proxy.process.pid) - began) / 10
             await _cost(proxy, REQUESTS, AT_ONCE)
-            cost = await _cost(proxy, REQUESTS, AT_ONCE)
+            began = time.monotonic()
+            cost = await _cost(proxy, NODES_REQUESTS, AT_ONCE)
+            without = cost - 1000 * idle * (time.monotonic() - began) / NODES_REQUESTS
             memory = resident(proxy.process.pid) / MB
-            rows.append(show(Row(f"{2 * each}", (f"{cost:.2f}", f"{100 * idle:.1f} %", f"{memory:.0f}"))))
-    return Table("nodes", ("ms of CPU a request", "of a core, without requests", "memory, MB"), rows)
+            events = f", {fleet.batches:g} batches of events a second each" if fleet.batches else ""
+            figures = (f"{cost:.2f}", f"{without:.2f}", f"{100 * idle:.1f} %", f"{memory:.0f}")
+            rows.append(show(Row(f"{2 * fleet.each}{events}", figures)))
+    own = "without what the proxy does by itself"
+    return Table("nodes", ("ms of CPU a request", own, "of a core, without requests", "memory, MB"), rows)
 
 
 async def _cost(proxy: MeteredProxy, requests: int, streams: int) -> float:
