@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from deploy.bench.node import addresses
-from deploy.bench.peers import PDPROXY, Ports
+from deploy.bench.peers import PDPROXY, Peer, Ports
 from deploy.bench.script import MODEL
 from deploy.local.paths import ROOT
 from deploy.local.ports import free_ports
@@ -24,6 +24,8 @@ SOON = 120.0
 """Seconds that nothing here should need."""
 MB = 1_000_000
 TOKENS = 5
+METERED = Peer("metered", lambda ports: [sys.executable, "-m", "deploy.bench.metered", *PDPROXY.command(ports)[3:]])
+"""This project's proxy with meters; `PDPROXY` is the same without them."""
 WORDS = ("the", "quick", "brown", "fox\n", "jumps", "over", '"lazy"', "dogs,", "und", "größer")
 
 
@@ -130,17 +132,18 @@ class MeteredProxy:
 
 
 @contextlib.asynccontextmanager
-async def running_proxy(module: str, nodes: Nodes, *flags: str) -> AsyncIterator[MeteredProxy]:
-    """``module``: `deploy.bench.metered`, or ``pdproxy`` itself, which reports nothing. Ready."""
+async def running_proxy(peer: Peer, nodes: Nodes, *flags: str) -> AsyncIterator[MeteredProxy]:
+    """Ready. `METERED` alone reports measurements."""
     prefill, decode, clients, operators = free_ports(4)
     async with contextlib.AsyncExitStack() as stack:
         for port, step in ((prefill, nodes.prefill_ms), (decode, nodes.decode_ms)):
-            await stack.enter_async_context(_process(*nodes.command(port, step)))
+            module, *words = nodes.command(port, step)
+            await stack.enter_async_context(_process(sys.executable, "-m", module, *words))
             await _listens(port)  # or the proxy's first probe fails, and the next one is ten seconds later
-        words = PDPROXY.command(Ports(clients, operators, prefill, decode))[3:]
+        command = peer.command(Ports(clients, operators, prefill, decode))
         for address in addresses(nodes.each)[1:]:
-            words += ["--prefill", f"http://{address}:{prefill}", "--decode", f"http://{address}:{decode}"]
-        process = await stack.enter_async_context(_process(module, *words, *flags))
+            command += ["--prefill", f"http://{address}:{prefill}", "--decode", f"http://{address}:{decode}"]
+        process = await stack.enter_async_context(_process(*command, *flags))
         proxy = MeteredProxy(process, clients)
         async with asyncio.timeout(SOON):
             while not await _is_ready(proxy):  # noqa: ASYNC110
@@ -150,7 +153,7 @@ async def running_proxy(module: str, nodes: Nodes, *flags: str) -> AsyncIterator
 
 def metered_proxy(*flags: str) -> contextlib.AbstractAsyncContextManager[MeteredProxy]:
     """One before a prefill node and a decode node."""
-    return running_proxy("deploy.bench.metered", Nodes(), *flags)
+    return running_proxy(METERED, Nodes(), *flags)
 
 
 async def _listens(port: int) -> None:
@@ -171,10 +174,9 @@ async def _is_ready(proxy: MeteredProxy) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _process(module: str, *words: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def _process(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
     pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-    line = (sys.executable, "-m", module, *words)
-    process = await asyncio.create_subprocess_exec(*line, cwd=ROOT, stdout=pipe, stderr=nowhere)
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=pipe, stderr=nowhere)
     try:
         yield process
     finally:

@@ -20,12 +20,14 @@ from typing import NamedTuple
 from deploy.bench.blocked import BODIES, MB, MeteredProxy, Nodes, metered_proxy, request, running_proxy
 from deploy.bench.load import load
 from deploy.bench.node import HELD_TOKENS
+from deploy.bench.peers import PDPROXY, VLLM_ROUTER, make_environment
 from deploy.bench.script import Line
 
 PROMPTS = (MB // 8, MB // 2, 2 * MB, 8 * MB)
 STREAMS = (1, 8, 64, 256, 512)
 REQUESTS = 1024
-NODES = (Nodes(1), Nodes(50), Nodes(500), Nodes(1, batches=10.0), Nodes(50, batches=10.0))
+FLEETS = ((VLLM_ROUTER, Nodes(1)), (VLLM_ROUTER, Nodes(50)), (PDPROXY, Nodes(1)), (PDPROXY, Nodes(50)),
+          (PDPROXY, Nodes(500)), (PDPROXY, Nodes(1, batches=10.0)), (PDPROXY, Nodes(50, batches=10.0)))  # fmt: skip
 NODES_REQUESTS = 4096
 AT_ONCE = 64
 """Streams that are being opened."""
@@ -93,7 +95,7 @@ async def prompts(_: Size) -> Table:
 async def concurrency(_: Size) -> Table:
     """CPU time of a request by how many run at once."""
     rows = []
-    async with running_proxy("pdproxy", Nodes(decode_ms=20.0)) as proxy:
+    async with running_proxy(PDPROXY, Nodes(decode_ms=20.0)) as proxy:
         await load(proxy.port, Line.COMPLETIONS, AT_ONCE, AT_ONCE)
         for streams in STREAMS:
             requests = min(REQUESTS, 32 * streams)
@@ -104,24 +106,28 @@ async def concurrency(_: Size) -> Table:
 
 async def nodes(_: Size) -> Table:
     """CPU time of a request, and of a second without one, by the number of nodes, some of which publish KV events."""
+    await asyncio.to_thread(make_environment)
     rows = []
-    for fleet in NODES:
-        steady = dataclasses.replace(fleet, decode_ms=20.0)
-        async with running_proxy("pdproxy", steady, *NO_SLOW_START) as proxy:
+    for peer, fleet in FLEETS:
+        flags = NO_SLOW_START if peer is PDPROXY else ()
+        async with running_proxy(peer, dataclasses.replace(fleet, decode_ms=20.0), *flags) as proxy:
             await asyncio.sleep(15 if fleet.each > 1 else 1)  # until all were looked at
-            began = cpu_seconds(proxy.process.pid)
-            await asyncio.sleep(10)
-            idle = (cpu_seconds(proxy.process.pid) - began) / 10
-            await _cost(proxy, REQUESTS, AT_ONCE)
-            began = time.monotonic()
-            cost = await _cost(proxy, NODES_REQUESTS, AT_ONCE)
-            without = cost - 1000 * idle * (time.monotonic() - began) / NODES_REQUESTS
-            memory = resident(proxy.process.pid) / MB
             events = f", {fleet.batches:g} batches of events a second each" if fleet.batches else ""
-            figures = (f"{cost:.2f}", f"{without:.2f}", f"{100 * idle:.1f} %", f"{memory:.0f}")
-            rows.append(show(Row(f"{2 * fleet.each}{events}", figures)))
+            rows.append(show(Row(f"{peer.name}, {2 * fleet.each}{events}", await _beside_itself(proxy))))
     own = "without what the proxy does by itself"
     return Table("nodes", ("ms of CPU a request", own, "of a core, without requests", "memory, MB"), rows)
+
+
+async def _beside_itself(proxy: MeteredProxy) -> tuple[str, ...]:
+    """The figures of `nodes`."""
+    began = cpu_seconds(proxy.process.pid)
+    await asyncio.sleep(10)
+    idle = (cpu_seconds(proxy.process.pid) - began) / 10
+    await _cost(proxy, REQUESTS, AT_ONCE)
+    began = time.monotonic()
+    cost = await _cost(proxy, NODES_REQUESTS, AT_ONCE)
+    without = cost - 1000 * idle * (time.monotonic() - began) / NODES_REQUESTS
+    return f"{cost:.2f}", f"{without:.2f}", f"{100 * idle:.1f} %", f"{resident(proxy.process.pid) / MB:.0f}"
 
 
 async def _cost(proxy: MeteredProxy, requests: int, streams: int) -> float:
@@ -184,7 +190,7 @@ async def idle(size: Size) -> Table:
     most = (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1000) // 2
     rows = []
     for streams in sorted({min(each, most) for each in (size.idle // 10, size.idle)}):
-        async with running_proxy("pdproxy", Nodes(), *ROOMY) as proxy:
+        async with running_proxy(PDPROXY, Nodes(), *ROOMY) as proxy:
             before = resident(proxy.process.pid)
             async with held(proxy, streams):
                 await asyncio.sleep(2)
@@ -196,7 +202,7 @@ async def idle(size: Size) -> Table:
 async def hang_ups(size: Size) -> Table:
     """Memory after each cycle of streams whose clients leave."""
     rows = []
-    async with running_proxy("pdproxy", Nodes(), *ROOMY) as proxy:
+    async with running_proxy(PDPROXY, Nodes(), *ROOMY) as proxy:
         for cycle in range(size.cycles):
             async with held(proxy, size.leavers):
                 top = resident(proxy.process.pid) / MB

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from deploy.bench.blocked import Nodes, running_proxy
+from deploy.bench.peers import PDPROXY
 from deploy.bench.sweep import ROOMY, held, resident
 
 STREAMS = 800
@@ -14,7 +15,7 @@ MOST = 29.5
 
 @pytest.mark.timeout(180)
 async def test_an_idle_stream_holds_little_memory() -> None:
-    async with running_proxy("pdproxy", Nodes(), *ROOMY) as proxy:
+    async with running_proxy(PDPROXY, Nodes(), *ROOMY) as proxy:
         before = resident(proxy.process.pid)
         async with held(proxy, STREAMS):
             await asyncio.sleep(1)
