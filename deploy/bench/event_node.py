@@ -39,9 +39,9 @@ class EventBook(Book):
             "/tokenize": json.dumps({"count": PROMPT, "max_model_len": 2 * PROMPT, "tokens": [1] * PROMPT}).encode(),
         }
 
-    def look_up(self, path: str, raw: bytes) -> Played:
+    def answer_to(self, path: str, raw: bytes) -> Played:
         told = self._about.get(path)
-        return super().look_up(path, raw) if told is None else at_once(200, told)
+        return super().answer_to(path, raw) if told is None else at_once(200, told)
 
 
 class FullCache:
