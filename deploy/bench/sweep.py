@@ -28,7 +28,7 @@ STREAMS = (1, 8, 64, 256, 512)
 REQUESTS = 1024
 FLEETS = ((VLLM_ROUTER, Nodes(1)), (VLLM_ROUTER, Nodes(50)), (PDPROXY, Nodes(1)), (PDPROXY, Nodes(50)),
           (PDPROXY, Nodes(500)), (PDPROXY, Nodes(1, batches=10.0)), (PDPROXY, Nodes(50, batches=10.0)))  # fmt: skip
-NODES_REQUESTS = 4096
+NODES_REQUESTS = 2048
 AT_ONCE = 64
 """Streams that are being opened."""
 NO_SLOW_START = ("--health-slow-start", "0")
