@@ -1,8 +1,5 @@
 """A response for the client as a value, the sink that takes its pieces the moment they arrive, and what else our server
 offers beside ASGI.
-
-Its ``http.response.start`` may have a ``body``: the response is complete with that. The start must have its
-``content-length`` then, and no further message follows.
 """
 
 from collections.abc import Callable
@@ -44,6 +41,20 @@ class Exchange(Protocol):
 
     def take_body(self) -> bytes | None:
         """The request's body if it is here as a whole; None: ASGI's ``receive`` has it, piece by piece."""
+        ...
+
+    def write_head(self, status: int, headers: Headers) -> bool:
+        """Write the head of a response whose length is not known, together with the first piece that the sink gets
+        before the loop's next turn. False where that cannot be done: then nothing is written, and ``send`` knows how.
+        """
+        ...
+
+    def write_whole(self, status: int, headers: Headers, body: bytes) -> bool:
+        """Write a whole response at once; ``headers`` have no `content-length`. False as in `write_head`."""
+        ...
+
+    def write_end(self) -> bool:
+        """Write the end of a response in pieces. False as in `write_head`."""
         ...
 
     def tell_when_left(self, on_left: Callable[[], None] | None) -> None:

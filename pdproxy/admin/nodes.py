@@ -5,6 +5,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
+import msgspec
 import pydantic
 from fastapi import APIRouter, Query
 
@@ -67,7 +68,7 @@ def status(view: NodeView, bars: Bars, caches: Sequence[Json] = ()) -> Status:
         "share": view.share,
         "active": view.active,
         # What the decode legs of this proxy take of its capacity, as the queue counts.
-        "footprint": view.footprint._asdict(),
+        "footprint": msgspec.structs.asdict(view.footprint),
         "cohort": node.cohort,
         # What the bytes of its KV cache depend on, by part; "all", which the cohort ends with, is their digest.
         "fingerprint": dict(node.fingerprint),

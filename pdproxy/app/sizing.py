@@ -20,7 +20,8 @@ class SizingWatch:
         """Note what runs and waits, and set the metrics of the advice that follows. Call it `EVERY` few seconds."""
         context = self._context
         decodes = [view for view in context.pool.state().nodes if Role.DECODE in view.node.roles]
-        caches = sum(view.node.capacity.part_taken(*view.footprint) for view in decodes if view.node.capacity)
+        taken = [(view.node.capacity, view.footprint) for view in decodes]
+        caches = sum(capacity.part_taken(each.tokens, each.sequences) for capacity, each in taken if capacity)
         waiting = context.queue.status().waiting
         self._demand.observed(context.clock.now(), sum(view.legs(Role.DECODE) for view in decodes), waiting, caches)
         advice = self.advice()

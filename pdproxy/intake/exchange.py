@@ -1,9 +1,7 @@
 """One HTTP request and its response over ASGI: its head, what is sent back, and a client that disconnects meanwhile."""
 
 import asyncio
-import operator
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
-from itertools import chain
 from typing import Any
 
 from pdproxy.errors import ClientError
@@ -14,7 +12,6 @@ from pdproxy.request import Endpoint, Fields, Headers
 from pdproxy.response import EXCHANGE_EXTENSION, Exchange
 
 JSON_HEADER = ("content-type", "application/json")
-_DECODE, _ENCODE = operator.methodcaller("decode", "latin-1"), operator.methodcaller("encode", "latin-1")
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -29,21 +26,19 @@ class ClientGone(Exception):
 
 def headers_of(scope: Scope) -> Headers:
     """The request's headers, names in lower case."""
-    texts = map(_DECODE, chain.from_iterable(scope["headers"]))
-    return tuple(zip(texts, texts, strict=True))
+    return tuple([(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]])
 
 
 async def send_head(send: Send, status: int, headers: Iterable[tuple[str, str]]) -> None:
     """Begin a response."""
-    raw = map(_ENCODE, chain.from_iterable(headers))
-    await send({"type": "http.response.start", "status": status, "headers": [*zip(raw, raw, strict=True)]})
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
 async def send_whole(send: Send, status: int, headers: Iterable[tuple[str, str]], body: bytes) -> None:
     """A response in one piece."""
-    raw = map(_ENCODE, chain.from_iterable((*headers, ("content-length", str(len(body))))))
-    fields = [*zip(raw, raw, strict=True)]
-    await send({"type": "http.response.start", "status": status, "headers": fields, "body": body})
+    await send_head(send, status, (*headers, ("content-length", str(len(body)))))
+    await send({"type": "http.response.body", "body": body})
 
 
 class HttpExchange:
@@ -63,8 +58,8 @@ class HttpExchange:
     """
 
     __slots__ = (
-        "_gone", "_send", "_task", "begun", "endpoint", "fields", "headers", "method", "path", "query", "receive",
-        "request_id", "server",
+        "_gone", "_sees_all", "_send", "_task", "begun", "endpoint", "fields", "headers", "method", "path", "query",
+        "receive", "request_id", "server",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, ids: Iterator[str]) -> None:
@@ -80,12 +75,39 @@ class HttpExchange:
         self.server: Exchange = scope["extensions"][EXCHANGE_EXTENSION]
         self.begun = self._gone = False
         self._send = send
+        self._sees_all = getattr(send, "__self__", None) is not self.server
+        """Somebody between here and the server, such as a trace, sees messages: a response begins with one."""
         self._task: asyncio.Task[object] | None = None
 
     def send(self, message: Message) -> Awaitable[None]:
         """ASGI's ``send``, which is to be awaited."""
         self.begun = True
         return self._send(message)
+
+    async def send_head(self, status: int, headers: Headers) -> None:
+        """Send the head of a response."""
+        self.begun = True
+        if self._sees_all or not self.server.write_head(status, headers):
+            await send_head(self._send, status, headers)
+
+    async def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a response in one piece."""
+        self.begun = True
+        if self._sees_all or not self.server.write_whole(status, headers, body):
+            await send_whole(self._send, status, headers, body)
+
+    async def send_piece(self, piece: bytes) -> None:
+        """Send a piece of a response whose head is out, and wait while the client does not keep up."""
+        sink = self.server.sink
+        if sink is None:
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        elif not sink(piece):  # the client does not keep up, or has gone: ``send`` knows how to wait
+            await self._send({"type": "http.response.body", "body": b"", "more_body": True})
+
+    async def send_end(self) -> None:
+        """Send the end of such a response."""
+        if not self.server.write_end():
+            await self._send({"type": "http.response.body", "body": b""})
 
     async def refuse(self, error: ClientError) -> None:
         """Send an error in the shape of the endpoint's API.
@@ -95,7 +117,7 @@ class HttpExchange:
         if not self.begun:
             ids = (("x-pdproxy-request-id", self.request_id), ("x-request-id", self.request_id))
             body = error_body(self.endpoint or Endpoint.COMPLETIONS, error)
-            await send_whole(self.send, error.status, (JSON_HEADER, *ids, *error.headers), body)
+            await self.send_whole(error.status, (JSON_HEADER, *ids, *error.headers), body)
 
     async def end_with(self, body: bytes) -> None:
         """End an event stream that has no event yet with a node's error, which was to be an answer of its own."""

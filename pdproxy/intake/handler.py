@@ -25,8 +25,6 @@ from pdproxy.intake.exchange import (
     Receive,
     Scope,
     Send,
-    send_head,
-    send_whole,
 )
 from pdproxy.intake.rate_limits import RateCharge, RateLimits
 from pdproxy.intake.session import session_of
@@ -113,7 +111,7 @@ class RequestHandler:
                 self.not_taken(exchange, error, name)
                 raise
             exchange.watch_client()
-            keep_alive = self._keep_alive(request)
+            keep_alive = self._keep_alive(request) if self.config.sse_keep_alive else 0.0
             response = await self._answer(exchange, request, keep_alive)
             await self._respond(exchange, response, admitted.charge, keep_alive)
         except asyncio.CancelledError:
@@ -262,17 +260,17 @@ class RequestHandler:
             if exchange.begun:  # with comments: the node's own error is the stream's only event
                 await exchange.end_with(body)
             else:
-                await send_whole(exchange.send, response.status, headers, body)
+                await exchange.send_whole(response.status, headers, body)
             return
         sink, chunk_sink = exchange.server.sink, exchange.server.chunk_sink
         try:
             if not exchange.begun:
-                await send_head(exchange.send, response.status, headers)
+                await exchange.send_head(response.status, headers)
             while piece := await (with_comments(exchange, body.read(), keep_alive) if keep_alive else body.read()):
-                await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
+                await exchange.send_piece(piece)
                 if sink is not None:
                     await body.pipe_to(sink, chunk_sink)
-            await exchange.send({"type": "http.response.body", "body": b""})
+            await exchange.send_end()
         except asyncio.CancelledError:
             await exchange.break_off(shutting_down_error())  # goes nowhere where the client has disconnected
             raise
@@ -334,7 +332,7 @@ class ApiApp:
             if method == "GET" and exchange.path in self._shown:
                 await self._operate(exchange, scope)
             elif method == "GET" and (body := self._document(exchange)) is not None:
-                await send_whole(exchange.send, 200, (JSON_HEADER,), body)
+                await exchange.send_whole(200, (JSON_HEADER,), body)
             else:
                 raise routes.unknown_path(exchange.method, exchange.path, self._shown)
         except ClientError as error:

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Coroutine
 from typing import TypeVar
 
-from pdproxy.intake.exchange import HttpExchange, send_head
+from pdproxy.intake.exchange import HttpExchange
 
 Awaited = TypeVar("Awaited")
 COMMENT = b": keep-alive\n\n"
@@ -26,7 +26,7 @@ async def with_comments(exchange: HttpExchange, awaited: Coroutine[None, None, A
     try:
         while not (await asyncio.wait((waiting,), timeout=seconds))[0]:
             if not exchange.begun:
-                await send_head(exchange.send, 200, (*_HEADERS, ("x-request-id", exchange.request_id)))
+                await exchange.send_head(200, (*_HEADERS, ("x-request-id", exchange.request_id)))
             await exchange.send({"type": "http.response.body", "body": COMMENT, "more_body": True})
         return waiting.result()
     finally:

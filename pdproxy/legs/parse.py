@@ -38,6 +38,7 @@ a node publish blocks that it hits as if they were new ones, so that proxies tak
 CARRIERS = frozenset({"vllm_xargs", "extra_args", "extra_body", "sampling_params"})
 """Fields whose content reaches the engine's extra arguments (vLLM: ``SamplingParams.extra_args``)."""
 EMBEDS = frozenset({"prompt_embeds"})
+_SUSPECT = FORBIDDEN | CARRIERS | EMBEDS
 _HIDDEN = tuple(name.encode() for name in FORBIDDEN | EMBEDS)
 MAX_PROMPTS = 1024
 """As vLLM's VLLM_MAX_COMPLETION_PROMPTS: split prompts would pass the node's own check one by one."""
@@ -45,6 +46,7 @@ LONGEST_MODEL = 512
 """Characters of a model's name. A longer one names no model, and would be kept with whatever failed for its sake."""
 LONGEST_CARRIER = 1024 * 1024
 """Bytes of a field among `CARRIERS` that are parsed, to take out what hides there."""
+_MAY_BE_SEVERAL = (list, msgspec.Raw)
 LARGE = 128 * 1024
 """Bytes above which a body is read in steps; below, all of it takes less than a millisecond."""
 
@@ -124,11 +126,11 @@ def scrub(body: Json) -> dict[str, object]:
     Raises:
         ClientError: 400 for prompt embeddings: a ticket cannot be checked against them. An empty list has none.
     """
+    if _SUSPECT.isdisjoint(body) and "pdproxy_" not in " ".join(body):  # as of most bodies
+        return dict(body)
     if "prompt_embeds" in body and value_of(body["prompt_embeds"]) not in (None, []):
         raise _bad("prompt_embeds", "`prompt_embeds` is not served here; send the prompt as text or token ids.")
-    kept = dict(body)
-    if not FORBIDDEN.isdisjoint(kept) or "pdproxy_" in " ".join(kept):  # most bodies have no such name
-        kept = {key: value for key, value in body.items() if key not in FORBIDDEN and not key.startswith("pdproxy_")}
+    kept = {key: value for key, value in body.items() if key not in FORBIDDEN and not key.startswith("pdproxy_")}
     for carrier in CARRIERS.intersection(kept):
         kept[carrier] = _scrubbed(carrier, kept[carrier])
     return kept
@@ -202,17 +204,17 @@ def _bad(param: str | None, message: str) -> ClientError:
     return ClientError(400, message, param=param, code="invalid_value")
 
 
-def split(endpoint: Endpoint, body: Json) -> tuple[dict[str, object], ...]:
-    """One body per prompt, in order; a single prompt gives one body.
+def split(endpoint: Endpoint, body: Json) -> tuple[Json, ...]:
+    """One body per prompt, in order; a single prompt gives this body.
 
     A list of ints is one prompt of token ids. An empty list is left as it is: the node answers it with its own error.
     """
     prompt = body.get("prompt")
-    if endpoint is not Endpoint.COMPLETIONS or not isinstance(prompt, list | msgspec.Raw):
-        return (dict(body),)
+    if endpoint is not Endpoint.COMPLETIONS or not isinstance(prompt, _MAY_BE_SEVERAL):
+        return (body,)
     raw = prompt if isinstance(prompt, msgspec.Raw) else msgspec.Raw(write_json(prompt))
     if first_byte(raw) != LIST or kind_of_items(raw) not in (b'"', b"["):
-        return (dict(body),)
+        return (body,)
     return tuple({**body, "prompt": each} for each in first_items(raw))
 
 

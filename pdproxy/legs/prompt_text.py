@@ -31,9 +31,9 @@ _RENDERING = frozenset({
 
 def prompt_salt(endpoint: Endpoint, model: str, body: Json) -> str:
     """The facts that two prompts must have in common before their texts are compared."""
-    told = _RENDERING.intersection(body)
-    if not told:
+    if _RENDERING.isdisjoint(body):
         return f"{endpoint}\0{model}"
+    told = _RENDERING.intersection(body)
     fields = (f"{key}={text}" for key in sorted(told) for text in _flat(value_of(body[key])))
     return "\0".join((endpoint, model, *fields))
 
@@ -68,11 +68,11 @@ def prompt_parts(body: Json) -> list[bytes]:
 
 
 def _parts(body: Json) -> Iterator[bytes]:
-    for key in ("tools", "system", "instructions"):
-        if value := value_of(body.get(key)):
+    for key in filter(body.__contains__, ("tools", "system", "instructions")):
+        if value := value_of(body[key]):
             yield field_part(key, value)
-    for key in ("messages", "input"):
-        value = value_of(body.get(key))
+    for key in filter(body.__contains__, ("messages", "input")):
+        value = value_of(body[key])
         yield from map(message_part, value if isinstance(value, list) else [value] if value else ())
 
 

@@ -52,8 +52,8 @@ def shape(
     """
     facts = facts_of(body) if facts is None else facts
     asked = dict(read_fields(endpoint, body) if fields is None else fields)
-    for name in _LOOKED_AT.intersection(body):
-        asked[name] = value_of(body[name])
+    if not _LOOKED_AT.isdisjoint(body):
+        asked |= {name: value_of(body[name]) for name in _LOOKED_AT.intersection(body)}
     asked["prompt"], asked["tools"] = body.get("prompt"), body.get("tools")  # looked into, not decoded
     most = _max_tokens(asked)
     return Shape(

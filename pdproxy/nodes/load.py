@@ -27,7 +27,6 @@ import math
 import operator
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 import msgspec
 
@@ -46,7 +45,7 @@ class Work(enum.StrEnum):
     event of its stream."""
 
 
-class Pace(NamedTuple):
+class Pace(msgspec.Struct, frozen=True, gc=False):
     """Seconds that a work takes: ``fixed`` whatever its size, and ``per_token`` for each token."""
 
     fixed: float

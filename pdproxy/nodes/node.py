@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from pdproxy.nodes.cache_settings import CacheSettings
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.nodes.load import Load, PlaceLoad
@@ -72,7 +74,7 @@ class Binding(enum.StrEnum):
     NOTHING = "nothing"
 
 
-class Footprint(NamedTuple):
+class Footprint(msgspec.Struct, frozen=True, order=True, gc=False):
     """The share of a node's caches that requests take, as far as a proxy can tell.
 
     Attributes:

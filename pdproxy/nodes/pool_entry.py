@@ -171,10 +171,10 @@ class Slot:
         self._queued = load.queued is not None
         if load.queued is not None:
             place.take_prompt(load.key, load.queued, self._began)
-        tokens, sequences = load.footprint
-        self.takes_room = sequences > 0
-        place.tokens += tokens
-        place.sequences += sequences
+        takes = load.footprint
+        self.takes_room = takes.sequences > 0
+        place.tokens += takes.tokens
+        place.sequences += takes.sequences
         view.active += 1
         view.changed(place)
         entry.slots[self] = None
@@ -242,9 +242,9 @@ class Slot:
             entry.view.active -= 1
         if self._queued and load.queued is not None:
             place.drop_prompt(load.key, load.queued)
-        tokens, sequences = load.footprint
-        place.tokens -= tokens
-        place.sequences -= sequences
+        takes = load.footprint
+        place.tokens -= takes.tokens
+        place.sequences -= takes.sequences
         entry.view.changed(place)
         self._on_release(entry, self)
 

@@ -153,9 +153,9 @@ class Recorder:
         series.ended[outcome].inc()
         key.ended[outcome].inc()
         for prompt in record.prompts:
-            for usage, route in prompt.usages:
-                series.add_tokens(usage, key)
-                self._note_usage(record, usage, route)
+            for leg in prompt.usages:
+                series.add_tokens(leg.usage, key)
+                self._note_usage(record, leg.usage, leg.route)
         if Phase.DECODE in took:
             self._metrics.phases[Phase.DECODE].observe(took[Phase.DECODE])
         series.seconds[outcome].observe(took[Phase.TOTAL])

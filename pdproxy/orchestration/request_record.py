@@ -54,7 +54,7 @@ class StreamMove(NamedTuple):
     stall: float
 
 
-class LegUsage(NamedTuple):
+class LegUsage(msgspec.Struct, frozen=True):
     """The tokens that a decode leg reported; ``cached`` is that of the node that computed the prompt.
 
     ``route``: which node that was; None of a leg that resumed a stream, for its usage does not tell.

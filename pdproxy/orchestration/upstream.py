@@ -38,7 +38,7 @@ from pdproxy.orchestration.node_picker import NodePicker
 from pdproxy.orchestration.request_record import PromptRecord, Route
 from pdproxy.planning.plan_types import Plan
 from pdproxy.reasons import LocalReason
-from pdproxy.request import Endpoint, Json, LegForm, SubRequest
+from pdproxy.request import Endpoint, LegForm, SubRequest
 from pdproxy.transport.port import HttpResponse
 from pdproxy.usage import Usage
 
@@ -133,13 +133,13 @@ class UpstreamRequest:
         """The prefill leg. What the node may hold of one that fails is released."""
         context, asked = self._context, self.sub_request
         hand_over_id, endpoint = context.new_hand_over_id(), asked.request.endpoint
-        keep = self._keep_order(node)
+        keep = NOTHING_KEPT if self.keep is None else self.keep.order(node, self.nodes.rank(node))
         body = prefill_body(endpoint, asked.held.content, hand_over_id, asked.shape.choices, keep)
-        timeouts = context.config.prefill_timeouts(self.remaining_seconds())
+        timeouts = context.config.prefill_timeouts(remaining_seconds(context.clock, asked.request.deadline))
         self.record.enter(Phase.PREFILL, node.name)
         headers, slot = self.nodes.headers(node), _held(self._prefill_slot)
         self._unread, self._sent_twice = (node, hand_over_id), False
-        span = self._begin_span(Leg.PREFILL, node)
+        span = None if context.tracer is None else self._begin_span(context.tracer, Leg.PREFILL, node)
         try:
             with LegWait(slot, self.nodes.possible):
                 answer = await prefill(
@@ -170,10 +170,6 @@ class UpstreamRequest:
         self._failed.went_on(Leg.PREFILL)
         return HandOver(hand_over_id, node, answer, context.clock.now())
 
-    def _keep_order(self, node: Node) -> Json:
-        """The fields that tell the node which computes the prompt what to keep."""
-        return NOTHING_KEPT if self.keep is None else self.keep.order(node, self.nodes.rank(node))
-
     def _after_failed_prefill(self, node: Node, fault: NodeFault) -> None:
         """The next plan has another prefill node, or none; or the client's error is raised."""
         match self._next_step(Leg.PREFILL, node, fault):
@@ -189,14 +185,17 @@ class UpstreamRequest:
         context, asked = self._context, self.sub_request
         ticket = None if self.hand_over is None else self.hand_over.answer.ticket
         form = form_for(node)
-        keep = self._keep_order(node) if ticket is None else NOTHING_KEPT
+        keep = NOTHING_KEPT
+        if ticket is None and self.keep is not None:
+            keep = self.keep.order(node, self.nodes.rank(node))
         body = decode_body(asked.held.content, ticket, form, keep)
-        timeouts = context.config.decode_timeouts(self.remaining_seconds())
+        timeouts = context.config.decode_timeouts(remaining_seconds(context.clock, asked.request.deadline))
         self.record.enter(Phase.HANDOVER, node.name)
         slot, stream = _held(self._slot), asked.shape.stream
         with LegWait(slot, self.nodes.possible):
             headers = self.nodes.headers(node)
-            self._span = span = self._begin_span(Leg.DECODE, node)
+            span = None if context.tracer is None else self._begin_span(context.tracer, Leg.DECODE, node)
+            self._span = span
             self._response = response = await decode(
                 context.transport, node, asked.request.endpoint, body, headers, timeouts, form, span, stream=stream
             )
@@ -278,15 +277,15 @@ class UpstreamRequest:
         if self.record.route is None:
             self.record.local_reason = reason
 
-    def _begin_span(self, leg: Leg, node: Node) -> LegSpan | None:
+    def _begin_span(self, tracer: trace.Tracer, leg: Leg, node: Node) -> LegSpan | None:
         """The span of a leg that begins now; None where that of its request is not recorded."""
         context, asked = self._context, self.sub_request
-        if context.tracer is None or not trace.get_current_span().is_recording():
+        if not trace.get_current_span().is_recording():
             return None
         model = asked.request.model
         facts: dict[str, str | int | bool] = {"node": node.name, "cohort": node.cohort, "prompt": asked.index}
         label = model if context.metrics.requests.models.label(model) == model else ""
-        return leg_span(context.tracer, leg, asked.endpoint, model, label, facts)
+        return leg_span(tracer, leg, asked.endpoint, model, label, facts)
 
     # -- while a stream runs
 

@@ -132,7 +132,8 @@ class PrefillCost:
     ) -> None:
         self._lost = lost
         self._tokens, self._deepest, self._book = tokens, deepest, book
-        self._fixed, self._per_token = book.pace(Work.PREFILL)
+        pace = book.pace(Work.PREFILL)
+        self._fixed, self._per_token = pace.fixed, pace.per_token
         self._busy_weight = self._later = 0.0
         if cached:
             self._busy_weight = book.busy_weight
@@ -178,7 +179,8 @@ class HandOverCost:
 
     def __init__(self, tokens: int, book: Load) -> None:
         self._tokens, self._book = tokens, book
-        self._fixed, self._per_token = book.pace(Work.HAND_OVER)
+        pace = book.pace(Work.HAND_OVER)
+        self._fixed, self._per_token = pace.fixed, pace.per_token
 
     def scores(self, hit: Hit, spots: Sequence[Spot]) -> list[float]:
         moved, each = self._fixed + self._per_token * (self._tokens - hit.attention), SEQUENCE_SECONDS
@@ -200,7 +202,8 @@ class LocalCost:
 
     def __init__(self, tokens: int, book: Load) -> None:
         self._tokens, self._book = tokens, book
-        self._fixed, self._per_token = book.pace(Work.LOCAL)
+        pace = book.pace(Work.LOCAL)
+        self._fixed, self._per_token = pace.fixed, pace.per_token
 
     def scores(self, hit: Hit, spots: Sequence[Spot]) -> list[float]:
         per_token, each = self._per_token, SEQUENCE_SECONDS

@@ -20,7 +20,7 @@ def place_of(node: str, rank: int | None) -> Place:
     return Place(node, rank or 0)
 
 
-class Hit(msgspec.Struct, frozen=True):
+class Hit(msgspec.Struct, frozen=True, gc=False):
     """How many of a prompt's first tokens a place has cached; 0 <= resume <= attention < the prompt's tokens.
 
     Attributes:

@@ -161,7 +161,7 @@ class TextIndex:
                 self._branch(chain, place, now)
         met, touched = dict.fromkeys(places, now), self._touched(chain)
         for mark in touched:
-            mark.met |= met
+            mark.met.update(met)
         for place, keeps in places.items():
             if keeps is not KeptStates.NONE:
                 touched[0].keep_state(place, now)
@@ -316,8 +316,9 @@ def _add_shallower(depths: dict[Place, int], path: Sequence[_Mark], oldest: floa
 def _deepest_states(path: Sequence[_Mark], oldest: float) -> dict[Place, int]:
     """The last mark at which each place has a state that it has kept or used since then."""
     found: dict[Place, int] = {}
-    for end, states in [(end, mark.states) for end, mark in enumerate(path, 1) if mark.states]:
-        found |= dict.fromkeys(_since(states, oldest), end)
+    for end, mark in enumerate(path, 1):
+        if mark.states:
+            found.update(dict.fromkeys(_since(mark.states, oldest), end))
     return found
 
 

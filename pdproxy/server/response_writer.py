@@ -6,12 +6,14 @@ A connection that is closed while its client still sends is reset, and a respons
 
 import asyncio
 import logging
+import typing
 from collections.abc import Callable
 
 from uvicorn._types import ASGISendEvent, HTTPScope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from pdproxy.request import Headers
 from pdproxy.response import Sink
 
 _LOG = logging.getLogger("uvicorn.error")
@@ -21,8 +23,9 @@ MIN_PROGRESS_BYTES = 64 * 1024
 LINGER_SECONDS = 10.0
 """Seconds that a client has to notice that nothing more comes."""
 
-_OF_CONNECTION = frozenset({b"connection", b"transfer-encoding"})
+_FRAMING = frozenset({"connection", "transfer-encoding", "content-length"})
 _BODILESS = frozenset({204, 304})
+_END_OF_CHUNKS = b"0\r\n\r\n"
 _CONTROLS = bytes(range(9)) + bytes(range(10, 32)) + b"\x7f"
 """Bytes that no field may have; two of them end it."""
 
@@ -55,15 +58,13 @@ class ResponseWriter(asyncio.Transport):
             self._loop.call_soon(self.flush)
         self._unwritten.append(bytes(data))
 
-    def hold(self, head: bytes) -> None:
-        """Write together with the body that comes next, and `flush`."""
-        self._unwritten.append(head)
-
     def write_now(self, data: bytes) -> None:
-        """Write at once, after what waits."""
+        """Write at once, together with what waits."""
         if self._unwritten:
+            self._unwritten.append(data)
             self.flush()
-        self._inner.write(data)
+        else:
+            self._inner.write(data)
 
     def get_write_buffer_size(self) -> int:
         """Bytes that are not written yet."""
@@ -156,6 +157,35 @@ class WriteFlow(FlowControl):
             resumed.set()
 
 
+class Arrivals:
+    """The part of an `asyncio.Event` that uvicorn uses. An event is made when somebody waits: most bodies are here at
+    once."""
+
+    __slots__ = ("_event", "_is_set")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._event: asyncio.Event | None = None
+
+    def set(self) -> None:
+        """Wake whoever waits."""
+        self._is_set = True
+        if self._event is not None:
+            self._event.set()
+
+    def clear(self) -> None:
+        """Nothing has come since."""
+        self._is_set = False
+        if self._event is not None:
+            self._event.clear()
+
+    async def wait(self) -> None:
+        """Until it is set."""
+        if not self._is_set:
+            self._event = self._event or asyncio.Event()
+            await self._event.wait()
+
+
 class ClientExchange(RequestResponseCycle):
     """uvicorn's exchange of one request and its response; also the `pdproxy.response.Exchange` for the application.
 
@@ -167,8 +197,6 @@ class ClientExchange(RequestResponseCycle):
 
     has_chunks = True
     _on_left: Callable[[], None] | None = None
-    _head_waits = False
-    """For the body's first piece: the two are written at once then, and not in the loop's next turn."""
 
     def __init__(
         self,
@@ -181,8 +209,7 @@ class ClientExchange(RequestResponseCycle):
         expects_100: bool,
         keeps_alive: bool,
     ) -> None:
-        arrived = asyncio.Event()
-        arrived._waiters = []  # type: ignore[assignment]  # nobody waits yet; a deque has 600 bytes
+        arrived = typing.cast(asyncio.Event, Arrivals())
         super().__init__(
             scope, writer, flow, _LOG, _LOG, False, default_headers, arrived, expects_100, keeps_alive, on_response
         )
@@ -226,56 +253,60 @@ class ClientExchange(RequestResponseCycle):
             self.flow.resume_reading()  # paused behind a large body, the connection would not tell that the client left
 
     async def send(self, message: ASGISendEvent) -> None:
-        """uvicorn's, which looks at each field of a head by itself, and would write head and body apart."""
-        if message["type"] == "http.response.start":
-            whole: bytes | None = message.pop("body", None)  # type: ignore[typeddict-item]  # `pdproxy.response`
-            if self._write_head(message["status"], [*message.get("headers", ())], whole):
-                return
-            if whole is not None:
-                await self.send(message)
-                message = {"type": "http.response.body", "body": whole}
-        first, self._head_waits = self._head_waits, False
+        """uvicorn's, which would write the end of a body in the loop's next turn."""
         await super().send(message)
-        if first or self.response_complete:
+        if self.response_complete:
             self._writer.flush()
 
-    def _write_head(self, status: int, headers: list[tuple[bytes, bytes]], whole: bytes | None) -> bool:
-        """Write the head, and the body where it is here as a ``whole``; not a head that says itself how it is framed,
-        or that has a field that is none."""
-        if self.response_started or self.disconnected or self.flow.write_paused or not self.has_chunks:
+    def write_head(self, status: int, headers: Headers) -> bool:
+        if self.scope["method"] == "HEAD" or status in _BODILESS:
             return False
-        values = dict(headers)
-        if not _OF_CONNECTION.isdisjoint(values):
+        head = self._head(status, headers, "transfer-encoding: chunked")
+        if head is None:
             return False
-        length = values.get(b"content-length")
-        fields = [*map(b": ".join, self.default_headers), *map(b": ".join, headers), b""]
-        head = b"\r\n".join(fields)
-        if len(head) - len(head.translate(None, _CONTROLS)) != len(b"\r\n") * (len(fields) - 1):
-            return False
-        self.response_started, self.waiting_for_100_continue = True, False
-        self._head_waits = whole is None
-        if length is not None:
-            self.chunked_encoding, self.expected_content_length = False, int(length)
-        elif self.scope["method"] != "HEAD" and status not in _BODILESS:
-            self.chunked_encoding = True
-            head += b"transfer-encoding: chunked\r\n"
-        head = b"%b%b%b\r\n" % (STATUS_LINE[status], head, b"" if self.keep_alive else b"connection: close\r\n")
-        if whole is not None:
-            self._write_whole(head if self.scope["method"] == "HEAD" else head + whole)
-        elif length is None:
-            self._writer.write(head)
-        else:
-            self._writer.hold(head)
+        self.chunked_encoding = True
+        self._writer.write(head)
         return True
 
-    def _write_whole(self, response: bytes) -> None:
-        """Write a whole response."""
-        self._writer.write_now(response)
+    def write_whole(self, status: int, headers: Headers, body: bytes) -> bool:
+        head = self._head(status, headers, f"content-length: {len(body)}")
+        if head is None:
+            return False
+        self._writer.write_now(head if self.scope["method"] == "HEAD" else head + body)
+        self._complete()
+        return True
+
+    def write_end(self) -> bool:
+        if self.disconnected or self.flow.write_paused or self.response_complete or not self.chunked_encoding:
+            return False
+        self._writer.write_now(_END_OF_CHUNKS)
+        self._complete()
+        return True
+
+    def _complete(self) -> None:
+        """All of the response is written."""
         self.response_complete = True
         self.message_event.set()
         if not self.keep_alive:
             self._writer.close()
         self.on_response()
+
+    def _head(self, status: int, headers: Headers, framing: str) -> bytes | None:
+        """The head of a response that begins now, framed like this; None, and nothing has begun, where uvicorn has to
+        find out how: of an HTTP without chunks, of a head that frames itself, with a field that is none, …"""
+        if self.response_started or self.disconnected or self.flow.write_paused or not self.has_chunks:
+            return None
+        if not _FRAMING.isdisjoint(dict(headers)):
+            return None
+        own = "\r\n".join([*map(": ".join, headers), framing]).encode("latin-1")
+        fields = [*map(b": ".join, self.default_headers), own]
+        head = b"\r\n".join(fields)
+        breaks = len(fields) - 1 + len(headers)
+        if len(head) - len(head.translate(None, _CONTROLS)) != len(b"\r\n") * breaks:
+            return None
+        self.response_started, self.waiting_for_100_continue = True, False
+        end = b"\r\n\r\n" if self.keep_alive else b"\r\nconnection: close\r\n\r\n"
+        return b"".join((STATUS_LINE[status], head, end))
 
     def left(self) -> None:
         """The client has disconnected, or has sent what ends its connection."""

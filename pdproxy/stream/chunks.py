@@ -105,7 +105,7 @@ def short_event_of(raw: bytes) -> Event:
         return compact(event_of(raw))
     if any(raw.find(mark, begin, end) >= 0 for mark in (b'"', b"[", b"{")):  # no list of numbers
         return event_of(raw)
-    return event_of(raw[: begin - 1] + b"null" + raw[end + 1 :])._replace(raw=raw, shortened=True)
+    return msgspec.structs.replace(event_of(raw[: begin - 1] + b"null" + raw[end + 1 :]), raw=raw, shortened=True)
 
 
 def compact(event: Event) -> Event:
@@ -116,9 +116,10 @@ def compact(event: Event) -> Event:
     if event.data is None or event.data == DONE:
         return event
     try:
-        return Event(event.raw, event.name, msgspec.json.format(event.data, indent=-1), event.shortened)
+        data = msgspec.json.format(event.data, indent=-1)
     except msgspec.MsgspecError:  # no JSON: whoever has to read it says so
         return event
+    return event if data == event.data else msgspec.structs.replace(event, data=data)
 
 
 def choices_of(payload: Json) -> list[dict[str, object]]:

@@ -6,7 +6,8 @@ that begins with a colon is a comment.
 
 import io
 import re
-from typing import NamedTuple
+
+import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 
@@ -16,7 +17,7 @@ LONG_REST = 64 * 1024
 _LINE = re.compile(rb"\r\n|\r|\n")
 
 
-class Event(NamedTuple):
+class Event(msgspec.Struct, frozen=True, gc=False):
     """One event or comment block.
 
     Attributes:

@@ -4,7 +4,7 @@ Of an event only the beginning of output, the end, and errors are noticed. Bytes
 has to be taken out or corrected. Why ``find`` and not ``in``: see `chunks`.
 """
 
-from typing import NamedTuple
+import msgspec
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.finish_reasons import ABORT, ABORTED, chunk_reasons, is_aborted, message_stop_reason
@@ -35,7 +35,7 @@ _NOT_FINISHED = b'"finish_reason":null'
 """Is in each chunk of one choice that goes on; a chunk without it is parsed."""
 
 
-class Checkpoint(NamedTuple):
+class Checkpoint(msgspec.Struct, frozen=True):
     """The state that `Transcript.rollback` restores."""
 
     started: bool
@@ -70,8 +70,9 @@ class Transcript:
 
     def rollback(self, checkpoint: Checkpoint) -> None:
         """The events since then did not reach the client."""
-        self.started, self.ended, self._finishes, reasons, self._head = checkpoint
-        del self.finish_reasons[reasons:]
+        self.started, self.ended, self._finishes = checkpoint.started, checkpoint.ended, checkpoint.finishes
+        self._head = checkpoint.head
+        del self.finish_reasons[checkpoint.reasons :]
 
     @property
     def finished(self) -> bool:

@@ -115,6 +115,7 @@ class H1Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._watchdog = Watchdog(self._loop, self._on_timeout)
         self._transport: asyncio.Transport | None = None
+        self._readable = select.poll()
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
         self._chunk_sink: ChunkSink | None = None
@@ -144,11 +145,7 @@ class H1Connection(asyncio.Protocol):
     def quiet(self) -> bool:
         """Whether nothing is there to be read on an idle connection that is not lost: the peer's close, or bytes that
         were not asked for."""
-        if self._transport is None:
-            return False
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return not poll.poll(0)
+        return not self._readable.poll(0)
 
     async def exchange(self, method: str, head: bytes, body: bytes, timeouts: Timeouts, due: float) -> None:
         """Send a request; return when its response's head has come. All of it must have ended at ``due``, in the loop's
@@ -262,7 +259,9 @@ class H1Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
         self._transport.set_write_buffer_limits(high=0)
-        keep_alive(self._transport.get_extra_info("socket"))
+        socket = self._transport.get_extra_info("socket")
+        keep_alive(socket)
+        self._readable.register(socket.fileno(), select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
         chunk_sink = self._chunk_sink_now

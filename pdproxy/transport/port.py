@@ -129,17 +129,18 @@ async def read_to_end(response: HttpResponse, limit: int) -> bytes:
     """
     whole = response.take_whole()
     if whole is not None:
-        _check_length(response, len(whole), limit)
+        if len(whole) > limit:
+            raise _too_long(response, limit)
         return whole
     pieces: list[bytes] = []
     size = 0
     async for piece in response:
         pieces.append(piece)
         size += len(piece)
-        _check_length(response, size, limit)
+        if size > limit:
+            raise _too_long(response, limit)
     return b"".join(pieces)
 
 
-def _check_length(response: HttpResponse, size: int, limit: int) -> None:
-    if size > limit:
-        raise NodeFault(Fault.INVALID_BODY, f"the body is longer than {limit} bytes", status=response.status)
+def _too_long(response: HttpResponse, limit: int) -> NodeFault:
+    return NodeFault(Fault.INVALID_BODY, f"the body is longer than {limit} bytes", status=response.status)

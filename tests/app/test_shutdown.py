@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdproxy.intake.exchange import Message
+from pdproxy.request import Headers
 from pdproxy.response import EXCHANGE_EXTENSION, Sink
 from pdproxy.settings.model import Limits, Settings
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
@@ -59,11 +60,21 @@ class Call:
     def take_body(self) -> bytes | None:
         return None
 
+    def write_head(self, status: int, headers: Headers) -> bool:
+        return False
+
+    def write_whole(self, status: int, headers: Headers, body: bytes) -> bool:
+        return False
+
+    def write_end(self) -> bool:
+        return False
+
     def tell_when_left(self, on_left: Callable[[], None] | None) -> None:
         """This client stays."""
 
     def _take(self, piece: bytes) -> bool:
         self.sent.append({"type": "http.response.body", "body": piece, "more_body": True})
+        self.began.set()
         return True
 
     async def cut_short(self) -> bytes:

@@ -23,6 +23,7 @@ def view_of(
         rank = place.rank
         place.legs = legs[rank] if legs else 0
         place.queued = queued[rank] if queued else 0
-        place.tokens, place.sequences = held[rank] if held else NO_FOOTPRINT
+        taken = held[rank] if held else NO_FOOTPRINT
+        place.tokens, place.sequences = taken.tokens, taken.sequences
         view.changed(place)
     return view

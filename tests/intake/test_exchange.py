@@ -7,7 +7,7 @@ import pytest
 
 from pdproxy.intake.exchange import HttpExchange, Message
 from pdproxy.random_ids import random_ids
-from pdproxy.request import Endpoint
+from pdproxy.request import Endpoint, Headers
 from pdproxy.response import EXCHANGE_EXTENSION, Sink
 
 
@@ -31,6 +31,15 @@ class Connection:
 
     def take_body(self) -> bytes | None:
         return None
+
+    def write_head(self, status: int, headers: Headers) -> bool:
+        return False
+
+    def write_whole(self, status: int, headers: Headers, body: bytes) -> bool:
+        return False
+
+    def write_end(self) -> bool:
+        return False
 
     def tell_when_left(self, on_left: Callable[[], None] | None) -> None:
         self._on_left = on_left

@@ -16,7 +16,7 @@ from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
 from pdproxy.observe.metrics import Metrics
 from pdproxy.random_ids import random_ids
-from pdproxy.request import Endpoint
+from pdproxy.request import Endpoint, Headers
 from pdproxy.response import EXCHANGE_EXTENSION, Sink
 from pdproxy.settings.types import Credential
 from tests.orchestration.answers import read_answer
@@ -67,6 +67,15 @@ class Client:
 
     def take_body(self) -> bytes | None:
         return None
+
+    def write_head(self, status: int, headers: Headers) -> bool:
+        return False
+
+    def write_whole(self, status: int, headers: Headers, body: bytes) -> bool:
+        return False
+
+    def write_end(self) -> bool:
+        return False
 
     def tell_when_left(self, on_left: Callable[[], None] | None) -> None:
         """This client stays."""

@@ -55,7 +55,7 @@ def test_legs_count_on_the_rank_that_they_name_and_others_where_the_fewest_are(p
     slots = [pool.acquire("d1", LegLoad(1, 700, Footprint(900, 1))), *(pool.acquire("d1") for _ in range(3))]
     view = pool.view("d1")
     assert [(place.legs, place.queued, place.tokens) for place in view.places] == [(2, 0, 0), (1, 700, 900), (1, 0, 0)]
-    assert (view.active, view.footprint, view.lightest.rank) == (4, (900, 1), 2)
+    assert (view.active, view.footprint, view.lightest.rank) == (4, Footprint(900, 1), 2)
     for _ in range(2):
         slots[0].computed()
         assert [place.queued for place in view.places] == [0, 0, 0]

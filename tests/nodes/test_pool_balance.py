@@ -55,7 +55,7 @@ def test_counts_balance_and_trials_stay_single(moves: list[tuple[str, str]]) -> 
         play(pool, clock, legs, move, name)
         for view in pool.state().nodes:
             assert view.active >= 0
-            assert view.footprint == (10 * view.active, view.active)
+            assert view.footprint == Footprint(10 * view.active, view.active)
             assert 0 <= view.trials <= (1 if view.state is State.PROBING else view.active)
     for leg in legs:
         leg.release()

@@ -132,7 +132,7 @@ class ChangingPool(RuleBasedStateMachine):
             assert view.active == place.legs == len(loads)
             assert place.queued == sum(load.queued or 0 for load in loads)
             assert place.prompts == sum(load.queued is not None for load in loads) == sum(place.keys.values())
-            assert view.footprint == (
+            assert view.footprint == Footprint(
                 sum(load.footprint.tokens for load in loads),
                 sum(load.footprint.sequences for load in loads),
             )

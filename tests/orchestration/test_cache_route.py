@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdproxy.nodes.load import Load, PlaceLoad, Work
-from pdproxy.nodes.node import Bars, Binding, Capacity, Role
+from pdproxy.nodes.node import NO_FOOTPRINT, Bars, Binding, Capacity, Role
 from pdproxy.nodes.pool_entry import LegLoad
 from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.explain import explain
@@ -146,7 +146,7 @@ async def test_tokens_in_flight_are_given_back() -> None:
     await cluster.settle()
     for view in cluster.pool.state().nodes:
         (place,) = view.places
-        assert (place.queued, place.prompts, place.keys, place.legs, view.footprint) == (0, 0, {}, 0, (0, 0))
+        assert (place.queued, place.prompts, place.keys, place.legs, view.footprint) == (0, 0, {}, 0, NO_FOOTPRINT)
 
 
 async def test_tokens_are_queued_until_they_are_computed_and_held_until_the_answer_ends() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -214,7 +215,7 @@ class Leg:
         """All that may not depend on how its bytes were cut."""
         kept = None if self.journal is None else (self.journal.records(), self.journal.reason)
         seen = self.transcript
-        state = (*seen.checkpoint(), seen.finish_reasons, seen.finished, seen.cache_use)
+        state = (*msgspec.structs.astuple(seen.checkpoint()), seen.finish_reasons, seen.finished, seen.cache_use)
         return self.seen, self.fault, kept, state, self.reader.usage, self.reader.has_data_event, self.reader.has_begun
 
     def _take(self, seen: bytes) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from pdproxy.intake.exchange import Receive, Scope, Send, send_head, send_whole
 from pdproxy.response import EXCHANGE_EXTENSION, Exchange, Sink
 from pdproxy.server.protocol import ConnectionLimits
-from tests.server.raw import SOON, post, say, serving, whole_body
+from tests.server.raw import SOON, answers, post, say, serving, whole_body
 
 LIMITS = ConnectionLimits(2000, SOON, SOON)
 BIG = b"x" * 1024 * 1024
@@ -167,6 +167,92 @@ async def test_a_body_that_has_come_with_its_head_is_there_at_once() -> None:
         assert (await say(port, waits))[1] == b"in pieces"
 
 
+async def test_a_whole_response_is_written_at_once_in_the_servers_own_frame() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange, headers = exchange_of(scope), (("x-name", "a \xe9"), ("x-name", "b"))
+        assert exchange.write_whole(200, headers, b"whole")
+        with pytest.raises(RuntimeError):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async with serving(LIMITS, app) as port:
+        assert await answers(port, [post("content-length: 0")], [post("content-length: 0")]) == [b"whole", b"whole"]
+        fields = b"x-name: a \xe9\r\nx-name: b\r\ncontent-length: 5\r\nconnection: close\r\n\r\n"
+        for method, body in ((b"POST", b"whole"), (b"HEAD", b"")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"%b / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % method)
+            answer = await asyncio.wait_for(reader.read(), SOON)
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert answer.endswith(fields + body)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [[("connection", "close")], [("transfer-encoding", "chunked")], [("a", "b\r\nc: d")], [("a", "b\x00")]],
+    ids=["its connection's end", "its framing", "two fields in one", "a control character"],
+)
+async def test_a_response_that_frames_itself_is_left_to_uvicorn(headers: list[tuple[str, str]]) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        assert not exchange.write_whole(200, tuple(headers), b"no")
+        assert not exchange.write_head(200, tuple(headers))
+        await send_whole(send, 200, (), b"yes")
+        assert not exchange.write_whole(200, (), b"no")
+        assert not exchange.write_head(200, ())
+
+    async with serving(LIMITS, app) as port:
+        assert (await say(port, post("content-length: 0", "connection: close")))[1] == b"yes"
+
+
+async def test_the_head_of_a_stream_and_its_first_piece_are_one_write() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await whole_body(scope, receive)
+        assert exchange_of(scope).write_head(200, (("x-name", "a"),))
+        assert sink_of(scope)(b"first")
+        assert sink_of(scope)(b"last")
+        assert exchange_of(scope).write_end()
+        assert not exchange_of(scope).write_end()
+
+    async with serving(LIMITS, app) as port, asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post("content-length: 0", "connection: close"))
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    framed = b"x-name: a\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n5\r\nfirst\r\n4\r\nlast\r\n0\r\n\r\n"
+    assert answer.endswith(framed)
+
+
+@pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("POST", 204), ("POST", 304)])
+async def test_a_response_without_a_body_is_not_begun_as_one_in_chunks(method: str, status: int) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert not exchange_of(scope).write_head(status, ())
+        await send_head(send, status, ())
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serving(LIMITS, app) as port:
+        asked = f"{method} / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+        assert (await say(port, asked.encode()))[0] == status
+
+
+async def test_http_1_0_gets_a_whole_response_by_uvicorn() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert not exchange_of(scope).write_whole(200, (), b"no")
+        await send_whole(send, 200, (), b"yes")
+
+    async with serving(LIMITS, app) as port:
+        assert (await say(port, b"POST / HTTP/1.0\r\ncontent-length: 0\r\n\r\n"))[1] == b"yes"
+
+
+async def test_a_body_that_comes_in_pieces_wakes_whoever_waits_for_it() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert exchange_of(scope).take_body() is None
+        await send_whole(send, 200, (), await whole_body(scope, receive))
+
+    async with serving(LIMITS, app) as port:
+        assert (await say(port, post("content-length: 6", "connection: close"), b"one", b"two"))[1] == b"onetwo"
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["while it is watched", "before"])
 async def test_a_client_that_leaves_is_told_of_once(late: bool) -> None:
     told: asyncio.Queue[str] = asyncio.Queue()
@@ -218,8 +304,8 @@ async def test_the_first_piece_of_a_stream_waits_for_no_turn_of_the_loop() -> No
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await whole_body(scope, receive)
-        await send_head(send, 200, ())
-        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        assert exchange_of(scope).write_head(200, ())
+        sink_of(scope)(b"one")
         try:
             got.set_result(client.recv(1000))  # blocks the loop: nothing can be written meanwhile
         except TimeoutError:
