@@ -16,7 +16,9 @@ tokens lie before; elsewhere within a prompt that is estimated, with less rather
 import bisect
 import collections
 import enum
+import itertools
 import math
+import operator
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
@@ -40,6 +42,7 @@ SURE = 0.9
 MOST_ENDING = 64
 """Tokens at a prompt's end that may not be there any more in a prompt that goes on from it, as of a template that asks
 for an answer in other words than it shows one. What differs by more was not rendered as before."""
+_TAILS = operator.attrgetter("tails")
 _KEPT = 0.98
 """Weight that each further answer leaves of an answer in the number of bytes to a token."""
 
@@ -117,17 +120,25 @@ class TextIndex:
         return math.ceil(ends[end - 1] / self._bytes_per_token(chain.model))
 
     def refined(self, chain: Chain) -> Chain:
-        """With marks, after the last one that was met, where prompts ended that this one goes on from."""
-        at = self._known(chain)
-        mark = self._marks.get(chain.hashes[at - 1]) if 0 < at < len(chain.hashes) else None
-        if mark is None or not mark.tails:
-            return msgspec.structs.replace(chain, pieces=())
+        """With marks where prompts ended that this one goes on from, after the last of its marks behind which any did.
+
+        Others may have gone on from there before: what this prompt shares with them goes beyond that end.
+        """
+        most, marks = min(self._known(chain), len(chain.hashes) - 1), self._marks
+        tails = map(_TAILS, map(marks.__getitem__, reversed(chain.hashes[:most])))
+        for at in itertools.compress(range(most, 0, -1), tails):
+            if found := self._ends_after(chain, at):
+                hashes = array("q", (*chain.hashes[:at], *(value for _, value in found), *chain.hashes[at:]))
+                ends = array("q", (*chain.ends[:at], *(end for end, _ in found), *chain.ends[at:]))
+                return msgspec.structs.replace(chain, hashes=hashes, ends=ends, pieces=())
+        return msgspec.structs.replace(chain, pieces=())
+
+    def _ends_after(self, chain: Chain, at: int) -> list[tuple[int, int]]:
+        """Where prompts ended within the piece after its ``at``-th mark: the ends and their hashes."""
         before, end, piece = chain.hashes[at - 1], chain.ends[at - 1], chain.pieces[at]
-        found = ((end + length, hash((before, piece[:length]))) for length in sorted(mark.tails) if length < len(piece))
-        more = [(end, value) for end, value in found if value in self._marks]
-        hashes = array("q", (*chain.hashes[:at], *(value for _, value in more), *chain.hashes[at:]))
-        ends = array("q", (*chain.ends[:at], *(end for end, _ in more), *chain.ends[at:]))
-        return msgspec.structs.replace(chain, hashes=hashes, ends=ends, pieces=())
+        tails = sorted(length for length in self._marks[before].tails if length < len(piece))
+        found = ((end + length, hash((before, piece[:length]))) for length in tails)
+        return [(end, value) for end, value in found if value in self._marks]
 
     def hits(self, chain: Chain, now: float) -> dict[Place, Hit]:
         """How many tokens of the prompt each place may have cached; not yet cut to blocks."""

@@ -45,6 +45,22 @@ def test_a_completion_goes_on_where_the_last_prompt_ended(length: int) -> None:
         index.sent(chain, {P0: KeptStates.END}, 0)
 
 
+@pytest.mark.parametrize("begun", [1, 3])
+def test_a_prompt_goes_on_where_an_earlier_one_ended_though_others_went_on_from_there_before(begun: int) -> None:
+    """An agent's next call, when the sub-agents that begin with the same text have come before it."""
+    index, first = TextIndex(), chain_of_completion("m", "", b"a" * (CHUNK + 50))
+    index.sent(first, {P0: KeptStates.ALL}, 0)
+    text = b"a" * (CHUNK + 50) + b"b" * (3 * CHUNK)
+    for number in range(begun):
+        chain = index.refined(chain_of_completion("m", "", text + b"sub-agent %d" % number))
+        assert first.hashes[-1] in chain.hashes, number
+        index.sent(chain, {P1: KeptStates.ALL}, 0)
+    following = index.refined(chain_of_completion("m", "", text))
+    assert first.hashes[-1] in following.hashes
+    assert list(following.ends) == sorted(set(following.ends))
+    assert index.hits(following, 0)[P0] == Hit(-(-(CHUNK + 50) // 4), -(-(CHUNK + 50) // 4))
+
+
 def test_ids_go_on_where_the_last_prompt_ended() -> None:
     index, ids = TextIndex(), list(range(1000))
     index.sent(chain_of_ids("m", "", ids[:700]), {P0: KeptStates.END}, 0)
