@@ -8,8 +8,10 @@ told what is cached by the proxy's own index, from the events of the caches, whi
 """
 
 import dataclasses
+import functools
 import heapq
 import itertools
+import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
@@ -20,7 +22,7 @@ from deploy.bench.hybrid_cache import CacheEvent, CacheShape, HashedPrompt, Kind
 from deploy.bench.kv_events import ROOT
 from deploy.bench.node_keeps import NodeKeeps
 from deploy.bench.outcome import Outcome, Stream
-from deploy.bench.traces import Prompt, Trace, hashed
+from deploy.bench.traces import Prompt, Segment, Trace, hashed
 from pdproxy.events.prefix_source import EXPECTED_SECONDS
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.load import Work
@@ -39,6 +41,8 @@ from pdproxy.planning.policies import policy_named
 from pdproxy.planning.prefix import HitSource, Place, PromptHits
 from pdproxy.planning.prefix_index import PrefixIndex
 from pdproxy.planning.shares import LimitsByKey
+from pdproxy.planning.text_chain import chain_of_completion
+from pdproxy.planning.text_index import TextIndex
 from pdproxy.planning.turnover import Turnover
 from pdproxy.request import Json
 from pdproxy.settings.types import Keep, Routing
@@ -49,6 +53,8 @@ LONGEST = 3600.0
 """Seconds for which a conversation may be kept."""
 LEAST_WAIT = 1e-6
 """Seconds: a prompt whose turn comes at this very moment looks again a little later."""
+BYTES_OF_TOKEN = 8
+"""In a prompt's text: a multiple of four, so that a segment of fewer tokens is a beginning of it."""
 SAME_TOKEN = 1e-6
 """Less than so much of a token is none."""
 KEPT_CHUNKS = 600.0
@@ -66,6 +72,7 @@ class Fleet:
         step: seconds between two tokens of a stream, and ``per_stream`` more for each that runs on its node.
         chunk: prompt tokens in a step at most, as vLLM's ``--max-num-batched-tokens``; 0: a prompt is computed whole.
         keep_share: the part of a cache that is for keeps; 0: nodes with vLLM's own connector, which keep nothing.
+        late: mean seconds by which a prompt comes late to the node that computes it, and its first token to its client.
     """
 
     prefills: int = 3
@@ -80,6 +87,20 @@ class Fleet:
     chunk: int = 0
     boths: int = 0
     keep_share: float = 0.3
+    late: float = 0.0
+
+    def faster(self, times: float, late: float = 0.0) -> "Fleet":
+        """The same nodes, so many times as fast; ``late`` at that speed, as many times longer at the one of now."""
+        return dataclasses.replace(
+            self,
+            prefill_rate=times * self.prefill_rate,
+            transfer_rate=times * self.transfer_rate,
+            overhead=self.overhead / times,
+            hand_over=self.hand_over / times,
+            step=self.step / times,
+            per_stream=self.per_stream / times,
+            late=late / times,
+        )
 
     def roles(self) -> Mapping[str, Roles]:
         """The roles of all nodes, by name."""
@@ -235,6 +256,8 @@ class Simulation:
         self._began = self.clock.now()
         ids = itertools.count()
         self._conversations = Conversations(Keep.AUTO, lambda: f"conversation-{next(ids)}", LimitsByKey(), LONGEST)
+        self._texts = TextIndex()
+        self._dice = random.Random(0)
         self._keep_metrics = KeepMetrics(CollectorRegistry())
         self._outcome = Outcome(routing, fleet.roles())
         for name, roles in fleet.roles().items():
@@ -282,7 +305,9 @@ class Simulation:
         chosen = self._plan(prompt, session, self.hits(prompt), keep.next_turn())
         self._expect(chosen, prompt)
         with self._slot(chosen.decode, chosen, prompt, request.output) as slot:
+            yield from self._late()
             yield from self._first_token(chosen, prompt, slot, keep)
+            yield from self._late()
             decode, first = self.nodes[chosen.decode.name], self.clock.now()
             self._outcome.add_first_token(prompt.tokens, first - arrived)
             decode.streams_are(1, first)
@@ -294,6 +319,11 @@ class Simulation:
                 Stream(arrived - self._began, first - arrived, seconds, request.output - 1, decode.longest_chunk(first))
             )
         keep.end()
+
+    def _late(self) -> Iterator[float]:
+        """Wait for none to twice the seconds of `Fleet.late`."""
+        if self.fleet.late:
+            yield self._dice.uniform(0, 2 * self.fleet.late)
 
     def _expect(self, chosen: Plan, prompt: HashedPrompt) -> None:
         """As `EventPrefixSource.routed` does."""
@@ -330,9 +360,11 @@ class Simulation:
         yield decode.step
 
     def _keep(self, prompt: Prompt, tokens: int, *, named: bool) -> PromptKeep:
-        """As `Keeping.begin_turn` does, with marks where texts of the trace end."""
-        marks = [hash(prompt[:end]) for end in range(1, len(prompt) + 1)]
-        conversation = self._conversations.turn("", marks, self.clock.now(), named=named, tokens=tokens)
+        """As `Keeping.begin_turn` does, of a completion: its conversation is found by its text."""
+        now, text = self.clock.now(), b"".join(map(_text, prompt))
+        chain = self._texts.refined(chain_of_completion(MODEL, "", text))
+        self._texts.sent(chain, {}, now)
+        conversation = self._conversations.turn("", chain.hashes, now, named=named, tokens=tokens)
         return PromptKeep(conversation, None, tokens, self._conversations, self.clock, self._keep_metrics)
 
     def _compute(self, node: Node, slot: Slot, prompt: HashedPrompt, chosen: Plan, keep: PromptKeep) -> Iterator[float]:
@@ -356,6 +388,11 @@ class Simulation:
     def _plan(self, prompt: HashedPrompt, session: int | None, hits: PromptHits, turn: NextTurn | None) -> Plan:
         needs = PlanInput(MODEL, session=session, prefix=hits, tokens=prompt.tokens, next_turn=turn)
         return plan(self.pool.state(), needs, self._policy, next(self._turns))
+
+
+@functools.lru_cache(maxsize=4096)
+def _text(segment: Segment) -> bytes:
+    return random.Random(segment.name).randbytes(BYTES_OF_TOKEN * segment.tokens)
 
 
 def _published(fleet: Fleet) -> dict[str, Any]:
