@@ -18,6 +18,7 @@ from deploy.bench.kv_events import ROOT, Publisher, hash_ids, on_the_wire
 from deploy.bench.node import ROOM_FOR_ALL
 from deploy.bench.node_keeps import NodeKeeps
 from deploy.bench.simulate import MODEL, Fleet
+from pdproxy.nodes.node import PREFILL
 from tests.fakes.vllm_answers import ParsedRequest, answer, events
 
 BURST = 10
@@ -221,14 +222,28 @@ class SimulatedServer:
         keeps = f',keep_share="{self._fleet.keep_share}"' if self._fleet.keep_share else ""
         lines.append(f'pdproxy_connector_info{{block_size="{shape.block_size}"{keeps}}} 1.0')
         lines.append(f'pdproxy_connector_hashing{{{hashing},root="{ROOT.hex()}"}} 1.0')
-        return "\n".join((*lines, *_capacity(shape), ""))
+        room = _capacity(shape) if self._fleet.roles()[self.name] == PREFILL else _room_for_all(shape)
+        return "\n".join((*lines, *room, *_unit(shape), ""))
 
 
 def _capacity(shape: CacheShape) -> Iterator[str]:
-    """The connector's metrics: room for all that comes, for these nodes let no request wait for it; and the unit at
-    which hand-overs end."""
+    """The connector's metrics of a prefill node: what its caches hold. Nothing that runs there has to fit."""
+    capacity = shape.capacity
+    yield f"pdproxy_connector_capacity_tokens {capacity.tokens}.0"
+    yield f'pdproxy_connector_capacity_sequences{{limit="max_model_len"}} {capacity.longest}.0'
+    yield f'pdproxy_connector_capacity_binding{{group="{capacity.binding}"}} 1.0'
+    if capacity.sequences is not None:
+        yield f'pdproxy_connector_capacity_sequences{{limit="state"}} {capacity.sequences}.0'
+
+
+def _room_for_all(shape: CacheShape) -> Iterator[str]:
+    """Those of a node that streams: room for all that comes, for these nodes let no request wait for it."""
     yield from ROOM_FOR_ALL.decode().splitlines()
     if shape.state_groups:
         yield 'pdproxy_connector_capacity_sequences{limit="state"} 1000000000.0'
+
+
+def _unit(shape: CacheShape) -> Iterator[str]:
+    """The unit at which hand-overs end."""
     if shape.unit:
         yield f'pdproxy_connector_fingerprint{{part="prefix_match_unit",value="{shape.unit}"}} 1.0'

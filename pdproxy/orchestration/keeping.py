@@ -8,11 +8,12 @@ id names the keep, on whatever node.
 from collections.abc import Sequence
 
 from pdproxy.clock import Clock
-from pdproxy.nodes.node import Node
+from pdproxy.nodes.node import Node, Role
 from pdproxy.observe.keep_metrics import KeepMetrics
 from pdproxy.observe.labels import KeepForget, KeepOutcome, KeepTurn
 from pdproxy.orchestration.keep_facts import KeepFacts
 from pdproxy.orchestration.prefix_source import PrefixSource
+from pdproxy.planning.agents import large_tokens
 from pdproxy.planning.conversations import Conversation, Conversations
 from pdproxy.planning.plan_types import NextTurn
 from pdproxy.planning.prefix import Place
@@ -92,10 +93,14 @@ class PromptKeep:
 
     def order(self, node: Node, rank: int | None) -> Json:
         """The fields of a leg's ``kv_transfer_params`` to the place that computes the prompt; most need none."""
-        if not node.keeps or (rank is None and node.ranks > 1):
+        if rank is None and node.ranks > 1:
+            return {}
+        place, now = Place(node.name, rank or 0), self._clock.now()
+        if Role.PREFILL in node.roles:  # a decode node that resumes by itself leaves the agent where it lives
+            self._conversations.computes(self._conversation, place, self._tokens, large_tokens(node), now)
+        if not node.keeps:
             return {}
         self._give_back()
-        place, now = Place(node.name, rank or 0), self._clock.now()
         conversation, conversations = self._conversation, self._conversations
         fields: dict[str, object] = {}
         seconds, reason = conversations.seconds_to_keep(conversation, self._ask)

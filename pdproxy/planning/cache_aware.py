@@ -32,6 +32,7 @@ from pdproxy.planning.cost import (
     SharedLocalCost,
     SharedPrefillCost,
     lost_tokens,
+    with_agents,
 )
 from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Plan
@@ -125,7 +126,10 @@ class Comparison:
         if cached:
             deepest = max([hit.attention for hit, spots in cached.items() if _keep_states(spots)], default=0)
         self._deepest = deepest
-        self._lost = NOTHING_LOST if prefix is None else lost_tokens(needs.next_turn, prefix.stays)
+        turn = needs.next_turn
+        self._lost = NOTHING_LOST if prefix is None else lost_tokens(turn, prefix.stays)
+        if turn is not None and (turn.home is not None or turn.others):
+            self._lost = with_agents(self._lost, turn, self.tokens, candidates.spots(Role.PREFILL))
         self.prefill: PrefillCost
         self.hand_over: HandOverCost
         if candidates.shared:

@@ -5,14 +5,15 @@ last mark of an earlier one tells whose turn it is, whether its client names a s
 marks of one API key are not those of another.
 
 Two prompts may go on from one: the first one is the conversation's next turn, the other one begins a branch, which
-inherits how long its pauses are.
+inherits how long its pauses are. Conversations of large prompts are those of agents (`agents`).
 """
 
 import dataclasses
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 
+from pdproxy.planning.agents import Agent, Agents
 from pdproxy.planning.plan_types import NextTurn
 from pdproxy.planning.prefix import Place
 from pdproxy.planning.shares import LimitsByKey
@@ -22,6 +23,9 @@ from pdproxy.settings.types import Keep
 
 MOST_CONVERSATIONS = 1 << 14
 """The conversations that are remembered; the one whose turn came longest ago is forgotten first."""
+MOST_MARKS = 8
+"""The turns of a conversation at which branches are known to begin, the latest ones: an agent's sub-agents may begin
+while it goes on itself."""
 NEWEST_PAUSE = 0.5
 """The part of the latest pause in the usual one."""
 NEWEST_TURN = 0.02
@@ -56,7 +60,8 @@ class Conversation:
         pause: the usual time from then to its next prompt, the last times counting most; None before the first.
         kept: until when each place keeps it.
         tokens: that are kept.
-        first_mark, last_mark: of the prompts of its last two turns.
+        marks: at the ends of its latest prompts.
+        agent: whose it is, once a prompt of it, or of the one that it branches off, was a large one.
     """
 
     id: str
@@ -68,8 +73,8 @@ class Conversation:
     pause: float | None = None
     kept: dict[Place, float] = dataclasses.field(default_factory=dict)
     tokens: int = 0
-    first_mark: int | None = None
-    last_mark: int | None = None
+    marks: deque[int] = dataclasses.field(default_factory=deque)
+    agent: Agent | None = None
 
     def kept_until(self) -> float:
         """The latest time until which any place keeps it; without end while it is being answered."""
@@ -124,6 +129,9 @@ class Conversations:
         self._kept: dict[str, dict[str, Conversation]] = {}
         """Those that are kept, by API key and id."""
         self._returns: dict[str, _Returns] = {}
+        self._agents = Agents()
+        self._large = math.inf
+        """No place has a cache so small that a prompt of fewer tokens is a large one there."""
         self._forget: OrderedDict[Place, list[str]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -142,8 +150,8 @@ class Conversations:
         end, found = marks[-1] ^ salt, None if met is None else by_mark[met]
         if found is None:
             conversation = self._add(Conversation(self._new_id(), tenant, named), end)
-        elif found.running or found.last_mark != met:
-            branch = Conversation(self._new_id(), tenant, named, pause=found.pause, turns=1)
+        elif found.running or found.marks[-1] != met:
+            branch = Conversation(self._new_id(), tenant, named, pause=found.pause, turns=1, agent=found.agent)
             conversation = self._add(branch, end)
         else:
             conversation = found
@@ -164,7 +172,18 @@ class Conversations:
         likely = 1.0 if conversation.pause is not None else (returns.all_came_back + 1) / (returns.all_begun + 2)
         pause = max(returns.pause, conversation.pause or 0.0)
         kept_at = tuple(place for place, until in conversation.kept.items() if until > now)
-        return NextTurn(PAUSES * pause, likely * max(tokens, returns.tokens), kept_at)
+        home = None if conversation.agent is None else conversation.agent.home
+        others = self._agents.at(now) if conversation.turns == 1 and tokens > self._large else {}
+        return NextTurn(PAUSES * pause, likely * max(tokens, returns.tokens), kept_at, home, others)
+
+    def computes(self, conversation: Conversation, place: Place, tokens: int, large: float, now: float) -> None:
+        """A prefill place computes its prompt of so many tokens, which is a large one there above ``large`` tokens."""
+        self._large = min(self._large, large)
+        if tokens <= large:
+            return
+        if conversation.agent is None:
+            conversation.agent = Agent()
+        self._agents.lives(conversation.agent, place, now, conversation.turns)
 
     def cached(self, conversation: Conversation, seconds: float, now: float) -> None:
         """The place that computes a turn's prompt is done with it; if it was asked, it keeps it for so many ``seconds``
@@ -251,9 +270,8 @@ class Conversations:
         self._move(conversation, end)
         while len(self._all) > self._most:
             _, oldest = self._all.popitem(last=False)
-            for mark in (oldest.first_mark, oldest.last_mark):
-                if mark is not None and self._by_mark.get(mark) is oldest:
-                    del self._by_mark[mark]
+            for mark in oldest.marks:
+                self._drop_mark(oldest, mark)
             self._kept.get(oldest.tenant, {}).pop(oldest.id, None)
         return conversation
 
@@ -275,14 +293,18 @@ class Conversations:
         self._all.move_to_end(conversation.id)
 
     def _move(self, conversation: Conversation, end: int) -> None:
-        """Its newest prompt ends at this mark. The one before that is remembered, too: branches begin there."""
-        if conversation.last_mark == end:
-            return
-        first = conversation.first_mark
-        if first is not None and self._by_mark.get(first) is conversation:
-            del self._by_mark[first]
-        conversation.first_mark, conversation.last_mark = conversation.last_mark, end
+        """Its newest prompt ends at this mark. Some of those before are remembered, too: branches begin there."""
+        marks = conversation.marks
+        if end in marks:
+            marks.remove(end)
+        marks.append(end)
         self._by_mark[end] = conversation
+        if len(marks) > MOST_MARKS:
+            self._drop_mark(conversation, marks.popleft())
+
+    def _drop_mark(self, conversation: Conversation, mark: int) -> None:
+        if self._by_mark.get(mark) is conversation:
+            del self._by_mark[mark]
 
     def _let_go(self, conversation: Conversation, place: Place, now: float) -> bool:
         """Whether it was still kept there."""

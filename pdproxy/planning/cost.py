@@ -13,7 +13,8 @@ prefixes there come back to it, and wait for this prompt; and this prompt's own 
 for theirs. Without that, conversations gather where their system prompt is, beside idle nodes.
 
 A prefill place whose cache is filled anew within the pauses of a conversation costs more, too, by what its next turn
-will lack there (`lost_tokens`): so conversations go to places that have room before others overflow.
+will lack there (`lost_tokens`): so conversations go to places that have room before others overflow. Large ones, as
+agents have, begin where the fewest agents live, and do not move for little (`with_agents`).
 """
 
 import operator
@@ -25,6 +26,7 @@ import msgspec
 
 from pdproxy.nodes.load import Load, PlaceLoad, Work
 from pdproxy.nodes.node import Node, NodeView, Role, Spot
+from pdproxy.planning.agents import large_tokens
 from pdproxy.planning.plan_types import NextTurn
 from pdproxy.planning.prefix import Hit, Place
 
@@ -41,6 +43,8 @@ SEQUENCE_SECONDS = 0.01
 """Seconds that each sequence on a decode node adds to an answer: 200 steps, each 0.05 ms longer."""
 SELDOM_LOST = 3
 """The power by which a turn loses less where blocks stay longer: an eighth where they stay twice as long."""
+MOVED = 0.1
+"""The part of a large prompt that is charged where its agent would move to another place."""
 _CROWD = operator.attrgetter("lightest.crowd")
 _BELOW = 1.0 - 1e-9
 """Times a bound, so that no rounding brings a price below it."""
@@ -77,6 +81,31 @@ def lost_tokens(turn: NextTurn | None, stays: Mapping[Place, float]) -> Mapping[
         for place, seconds in stays.items()
         if place not in turn.kept_at
     }
+
+
+def with_agents(
+    lost: Mapping[Place, float], turn: NextTurn, tokens: int, spots: Mapping[tuple[str, int], Spot]
+) -> Mapping[Place, float]:
+    """``lost``, and what a large prompt is charged instead, in tokens: so agents spread as they begin, and then stay.
+
+    The first prompt of an agent is charged its own length for each agent that lives at a place, for each of the two
+    will have to wait for the other one's prompts, or have its own evicted by them. A later one is charged `MOVED`
+    of it where it would move, and nothing for what may be lost where it lives: to move is to compute that anyway.
+
+    Args:
+        lost: see `lost_tokens`.
+        tokens: in the prompt.
+        spots: the places that may compute it, by node and rank.
+    """
+    charged = dict(lost)
+    for (name, rank), (view, _) in spots.items():
+        if tokens > large_tokens(view.node):
+            place = Place(name, rank)
+            if turn.home is None:
+                charged[place] = charged.get(place, 0.0) + turn.others.get(place, 0.0) * tokens
+            else:
+                charged[place] = MOVED * tokens if place != turn.home else 0.0
+    return charged
 
 
 class Estimate(msgspec.Struct, frozen=True):

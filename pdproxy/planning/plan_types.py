@@ -1,5 +1,8 @@
 """Plans: what one is made for, what it says, and why there may be none. Values."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import msgspec
 
 from pdproxy.errors import PdproxyError
@@ -38,11 +41,15 @@ class NextTurn(msgspec.Struct, frozen=True):
         seconds: within which it comes, most probably.
         tokens: that it would lack if they were evicted meanwhile; fewer where it may not come.
         kept_at: the places that keep its conversation: there they are not evicted.
+        home: where its agent lives (`agents`); None where this prompt begins one, or is none's.
+        others: where it may begin an agent: how many live at each place, times how likely it is gone on with.
     """
 
     seconds: float
     tokens: float
     kept_at: tuple[Place, ...] = ()
+    home: Place | None = None
+    others: Mapping[Place, float] = MappingProxyType({})
 
 
 class PlanInput(msgspec.Struct, frozen=True):

@@ -108,6 +108,12 @@ async def test_no_proxy_holds_back_what_the_nodes_take_at_once(site: Site, clien
     assert (room.sequences is None) == (cache.sequences is None)
 
 
+async def test_prefill_nodes_tell_what_their_caches_hold(site: Site, client: httpx.AsyncClient) -> None:
+    """Plans price a place by how long blocks stay there, and by the agents that live there."""
+    metrics = (await client.get(f"{site.urls()['prefill-0']}/metrics")).content
+    assert read_node_capacity(metrics) == site.fleet.shape.capacity
+
+
 async def test_events_go_out_as_vllm_sends_them_and_can_be_had_again(site: Site, client: httpx.AsyncClient) -> None:
     url = site.urls()["prefill-0"]
     source = (await client.get(f"{url}/kv_event_sources")).json()["0"]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.nodes.node import Role
+from pdproxy.nodes.node import Binding, Capacity, Role
 from pdproxy.orchestration.keeping import Keeping, PromptKeep
 from pdproxy.orchestration.orchestrator import Orchestrator
 from pdproxy.orchestration.text_prefix_source import TextPrefixSource
@@ -281,21 +281,44 @@ async def test_a_requests_log_line_tells_of_keeps_where_there_are_any(caplog: py
     assert third["keep_hit"] == second["keep_tokens"]
 
 
-async def test_the_plan_knows_when_the_next_turn_is_expected() -> None:
-    """Nothing is known of how long blocks stay: that is looked at in the plan's input."""
-    cluster = KeepingCluster()
+def plans_of(cluster: KeepingCluster) -> list[PlanInput]:
+    """The inputs of its plans from now on."""
     inputs = list[PlanInput]()
-    policy = cluster.context.plan_policy
 
     class Seen(CacheAware):
         def pair(self, candidates: Candidates, turn: int) -> Plan | None:
             inputs.append(candidates.needs)
             return CacheAware().pair(candidates, turn)
 
+    policy = cluster.context.plan_policy
     object.__setattr__(cluster.context, "plan_policy", dataclasses.replace(policy, routing=Seen()))
+    return inputs
+
+
+async def test_the_plan_knows_when_the_next_turn_is_expected() -> None:
+    """Nothing is known of how long blocks stay: that is looked at in the plan's input."""
+    cluster = KeepingCluster()
+    inputs = plans_of(cluster)
     await cluster.say(0)
     await cluster.say(1, after=4)
     first, second = (each.next_turn for each in inputs)
     assert first is None
     assert second is not None
     assert second.seconds == PAUSES * 4.0
+
+
+async def test_the_plan_knows_where_agents_live() -> None:
+    cluster = KeepingCluster()
+    for node in cluster.nodes:
+        cluster.amend(node.name, capacity=Capacity(1000, None, 10, Binding.ATTENTION))
+    await cluster.say(0)
+    inputs = plans_of(cluster)
+    await cluster.say(1, after=4)
+    await cluster.say(0, whose="other")
+    later, beginning = (each.next_turn for each in inputs)
+    assert later is not None
+    assert beginning is not None
+    assert later.home is not None
+    assert Role.PREFILL in cluster.pool.view(later.home.node).node.roles
+    assert (dict(later.others), beginning.home) == ({}, None)
+    assert list(beginning.others.values()) == [2 / 3], "one agent, times how likely another one goes on as well"

@@ -414,3 +414,73 @@ def test_nodes_of_both_roles_are_priced_for_what_they_evict_too() -> None:
         needs = PlanInput("m", prefix=prefix, tokens=TOKENS, next_turn=THIRTY_SECONDS)
         made = plan(PoolState(tuple(both), NO_BARS, None), needs, BY_CACHE, 0)
         assert made.computing.name == chosen
+
+
+def of_capacity(name: str, queued: int = 0, capacity: int = 160_000) -> NodeView:
+    return view(name, queued, capacity=Capacity(capacity, None, 100, Binding.ATTENTION))
+
+
+AGENTS_AT_P1 = NextTurn(30.0, 8000.0, others={Place("p1"): 1.0, Place("d1"): 9.0})
+AT_HOME_ON_P1 = NextTurn(30.0, 8000.0, home=Place("p1"))
+
+
+def test_a_large_conversation_begins_where_the_fewest_agents_live() -> None:
+    nodes = (of_capacity("p1"), of_capacity("p2", queued=1500), of_capacity("d1"))
+    hits = {"p1": (1280, 1280), "d1": (1280, 0)}
+    assert names(make(*nodes, hits=hits)) == ("p1", "d1")
+    assert names(make(*nodes, hits=hits, next_turn=NextTurn(30.0, 8000.0))) == ("p1", "d1")
+    assert names(make(*nodes, hits=hits, next_turn=AGENTS_AT_P1)) == ("p2", "d1")
+    nodes = (of_capacity("p1"), of_capacity("p2", queued=3000), of_capacity("d1"))
+    assert names(make(*nodes, hits=hits, next_turn=AGENTS_AT_P1)) == ("p1", "d1"), "an agent costs the prompt, no more"
+
+
+def test_places_that_take_over_are_not_charged_for_agents() -> None:
+    nodes = (of_capacity("p1"), of_capacity("d1"), of_capacity("d2"))
+    assert names(make(*nodes, hits={"d1": (1280, 0)}, next_turn=AGENTS_AT_P1)) == ("p1", "d1")
+
+
+@pytest.mark.parametrize(("capacity", "chosen"), [(TOKENS * 48 - 1, "p2"), (TOKENS * 48, "p1")])
+def test_only_prompts_that_are_large_beside_the_cache_are_charged(capacity: int, chosen: str) -> None:
+    nodes = (of_capacity("p1", 0, capacity), of_capacity("p2", 1000, capacity), view("d1"))
+    assert names(make(*nodes, hits={}, next_turn=AGENTS_AT_P1))[0] == chosen
+    unknown = (view("p1"), view("p2", queued=1000), view("d1"))
+    assert names(make(*unknown, hits={}, next_turn=AGENTS_AT_P1))[0] == "p1"
+
+
+def test_each_rank_has_its_part_of_the_cache() -> None:
+    capacity = Capacity(TOKENS * 48, None, 100, Binding.ATTENTION)
+    ranks = view("p1", queued=(0, 1000), legs=(0, 0), ranks=2, capacity=capacity)
+    made = make(ranks, view("d1"), hits={"p1/1": (10, 10), "p1": (10, 10)}, next_turn=AGENTS_AT_P1)
+    assert (made.prefill_rank, names(made)[0]) == (1, "p1")
+
+
+@pytest.mark.parametrize(("queued", "chosen"), [(350, "p1"), (800, "p2")])
+def test_a_large_conversation_does_not_move_for_little(queued: int, chosen: str) -> None:
+    nodes = (of_capacity("p1", queued), of_capacity("p2"), of_capacity("d1"))
+    assert names(make(*nodes, hits={}))[0] == "p2"
+    assert names(make(*nodes, hits={}, next_turn=AT_HOME_ON_P1))[0] == chosen
+
+
+def test_an_agent_at_home_pays_nothing_for_what_may_be_evicted_there() -> None:
+    """To move is to compute it anew for certain."""
+    nodes = (of_capacity("p1"), of_capacity("p2"), of_capacity("d1"))
+    hits, stays = {"p1": (1280, 1280)}, {"p1": 20.0}
+    assert names(make(*nodes, hits=hits, stays=stays, next_turn=THIRTY_SECONDS))[0] == "p2"
+    assert names(make(*nodes, hits=hits, stays=stays, next_turn=AT_HOME_ON_P1))[0] == "p1"
+
+
+def test_where_its_home_is_gone_all_places_are_equal_for_it() -> None:
+    nodes = (of_capacity("p2", 350), of_capacity("p3"), of_capacity("d1"))
+    assert names(make(*nodes, hits={}, next_turn=AT_HOME_ON_P1))[0] == "p3"
+
+
+def test_agents_spread_over_nodes_of_both_roles_too() -> None:
+    capacity = Capacity(160_000, None, 100, Binding.ATTENTION)
+    both = [
+        view_of(Node(name, f"http://{name}", BOTH, "m", capacity=capacity), State.UP, 0, queued=(queued,))
+        for name, queued in (("n1", 0), ("n2", 1000))
+    ]
+    for agents, chosen in (({}, "n1"), ({Place("n1"): 2.0}, "n2")):
+        turn = NextTurn(30.0, 8000.0, others=agents)
+        needs = PlanInput("m", prefix=PromptHits(TOKENS, HitSource.EVENTS, {}), tokens=TOKENS, next_turn=turn)
+        assert plan(PoolState(tuple(both), NO_BARS, None), needs, BY_CACHE, 0).computing.name == chosen

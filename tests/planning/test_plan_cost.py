@@ -13,9 +13,9 @@ from pdproxy.nodes.load import Load, Work
 from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, PoolState, Role, State
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
 from pdproxy.planning.cache_aware import CacheAware, Comparison
-from pdproxy.planning.cost import Cost
+from pdproxy.planning.cost import Cost, with_agents
 from pdproxy.planning.plan import LEAST_LOADED, Candidates, PlanPolicy
-from pdproxy.planning.plan_types import PlanInput
+from pdproxy.planning.plan_types import NextTurn, PlanInput
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from tests.fakes.calls import calls
 from tests.fakes.views import view_of
@@ -55,6 +55,23 @@ def test_a_plan_by_what_is_cached_takes_few_steps_for_each_further_node(cached_o
     """Bytecodes; a whole request takes 12,000 and more."""
     few, many = bytecodes_of_a_plan(20, cached_on), bytecodes_of_a_plan(120, cached_on)
     assert many - few < most * 100
+
+
+def bytecodes_of_charging(nodes: int) -> int:
+    capacity = Capacity(1000, None, 10, Binding.ATTENTION)
+    views = [
+        view_of(Node(f"p{n}", f"http://p{n}", (Role.PREFILL,), "m", capacity=capacity), State.UP) for n in range(nodes)
+    ]
+    spots, turn = {(each.name, 0): each.spot for each in views}, NextTurn(30.0, 8000.0, others={Place("p0"): 1.0})
+    with counting(counted := Counted()):
+        charged = with_agents({}, turn, 4000, spots)
+    assert charged[Place("p0")] == 4000.0
+    return counted.bytecodes.total()
+
+
+def test_a_large_prompt_is_charged_in_few_steps_for_each_node() -> None:
+    """Bytecodes; and a conversation that is charged nothing takes none: `Comparison` does not ask."""
+    assert bytecodes_of_charging(120) - bytecodes_of_charging(20) < 70 * 100
 
 
 def test_to_find_silent_nodes_calls_no_function_for_each_node() -> None:
@@ -134,7 +151,10 @@ def comparisons(draw: st.DrawFn) -> Comparison:
         book.prefilled(learned.lightest, 1, took, 1.0, 1.0 + took)
     cached = draw(st.dictionaries(names, st.integers(1, tokens), max_size=4))
     hits = {Place(name): Hit(part, draw(st.integers(0, part))) for name, part in cached.items()}
-    needs = PlanInput("m", prefix=PromptHits(tokens, HitSource.EVENTS, hits))
+    places = st.sampled_from([Place(view.name) for view in views])
+    home, agents = draw(st.none() | places), draw(st.dictionaries(places, st.floats(0.1, 5.0)))
+    turn = draw(st.none() | st.just(NextTurn(30.0, tokens, home=home, others=agents)))
+    needs = PlanInput("m", prefix=PromptHits(tokens, HitSource.EVENTS, hits), next_turn=turn)
     return Comparison(CacheAware(), Candidates(PoolState(tuple(views), load=book), needs))
 
 
