@@ -98,10 +98,10 @@ def start_nodes(supervisor: Supervisor, specs: Sequence[NodeSpec], say: Say) -> 
     return nodes
 
 
-def await_nodes(supervisor: Supervisor, nodes: Sequence[Node], say: Say) -> None:
+def await_nodes(supervisor: Supervisor, nodes: Sequence[Node], say: Say, within: float = NODES_UP_WITHIN_S) -> None:
     """Wait until all of them answer."""
     urls = {f"{node.spec.name} node": f"{node.url}/health" for node in nodes}
-    await_ready(urls, within=NODES_UP_WITHIN_S, still_alive=supervisor.require_all_alive, say=say)
+    await_ready(urls, within=within, still_alive=supervisor.require_all_alive, say=say)
 
 
 def start_proxy(supervisor: Supervisor, spec: ProxySpec, nodes: Sequence[Node], say: Say) -> Proxy:
@@ -116,11 +116,13 @@ def start_proxy(supervisor: Supervisor, spec: ProxySpec, nodes: Sequence[Node], 
     return proxy
 
 
-def await_proxy(supervisor: Supervisor, admin_url: str, until: Until, say: Say) -> None:
+def await_proxy(
+    supervisor: Supervisor, admin_url: str, until: Until, say: Say, within: float = PROXY_UP_WITHIN_S
+) -> None:
     """Wait for a started proxy. Raises as `start_nodes` does, and NodeRefusedError."""
     await_ready(
         {"proxy": admin_url + until.value},
-        within=PROXY_UP_WITHIN_S,
+        within=within,
         still_alive=supervisor.require_all_alive,
         say=say,
         probe=PROBES[until],

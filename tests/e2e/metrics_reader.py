@@ -1,6 +1,7 @@
 """Read the metrics of nodes, and wait for counters to grow."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import httpx
@@ -22,6 +23,16 @@ def read(url: str, name: str, **labels: str) -> float:
     )
 
 
+def becomes_true(condition: Callable[[], bool], within: float = PATIENCE_S) -> bool:
+    """Whether it does within so many seconds."""
+    limit = time.monotonic() + within
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 @dataclass(frozen=True)
 class Watch:
     """How much a counter of the connector has grown since `watch`."""
@@ -37,10 +48,8 @@ class Watch:
 
     def reaches(self, amount: float) -> None:
         """Wait for this growth. Raises AssertionError after PATIENCE_S."""
-        limit = time.monotonic() + PATIENCE_S
-        while (grown := self.grown()) < amount:
-            assert time.monotonic() < limit, f"{self.name}{self.labels} grew by {grown:g}, not {amount:g}"
-            time.sleep(0.05)
+        reached = becomes_true(lambda: self.grown() >= amount)
+        assert reached, f"{self.name}{self.labels} grew by {self.grown():g}, not {amount:g}"
 
 
 def watch(url: str, name: str, **labels: str) -> Watch:

@@ -10,7 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from connector.messages import HANDSHAKE
 from deploy.local.node import Node
 from deploy.local.ports import HOST
 from deploy.local.watchdog import descendants
@@ -44,6 +48,19 @@ def black_holes(count: int) -> Iterator[list[int]]:
     """Ports that accept and never answer."""
     with ExitStack() as stack:
         yield [stack.enter_context(closing(socket.create_server((HOST, 0)))).getsockname()[1] for _ in range(count)]
+
+
+def shake_hands(port: int) -> dict[str, Any]:
+    """The answer to vLLM's handshake of a stranger, who has no key."""
+    import zmq
+
+    with zmq.Context() as context, context.socket(zmq.REQ) as stranger:
+        stranger.linger = 0
+        stranger.connect(f"tcp://{HOST}:{port}")
+        stranger.send(msgspec.msgpack.encode((HANDSHAKE, 0, 0)))
+        assert stranger.poll(int(1000 * PATIENCE_S)), f"no answer at port {port}"
+        answer: dict[str, Any] = msgspec.msgpack.decode(stranger.recv_multipart()[0])
+        return answer
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from deploy.local.bench_serve import command
 from deploy.local.node import SERVED_NAME
 from deploy.local.paths import MODEL, ROOT
 from deploy.local.stack import Proxy
@@ -21,14 +21,12 @@ BACKENDS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_request_succeeds(proxy: Proxy, backend: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deploy.local.bench_serve", "--backend", backend, "--endpoint", BACKENDS[backend]]
-    command += ["--base-url", proxy.url, "--model", SERVED_NAME, "--tokenizer", str(MODEL), "--ignore-eos"]
-    command += ["--dataset-name", "random", "--random-input-len", "300", "--random-output-len", "24"]
-    command += ["--num-prompts", str(PROMPTS), "--max-concurrency", "16", "--disable-tqdm"]
-    command += ["--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "result.json"]
+    line = command(proxy.url, SERVED_NAME, str(MODEL), tmp_path / "result.json")
+    line += ["--backend", backend, "--endpoint", BACKENDS[backend], "--max-concurrency", "16", "--save-detailed"]
+    line += ["--random-input-len", "300", "--random-output-len", "24", "--num-prompts", str(PROMPTS)]
     offline = {**inherited(), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NO_PROXY": "127.0.0.1"}
     run = subprocess.run(
-        command, cwd=ROOT, env=offline, timeout=RUN_S, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        line, cwd=ROOT, env=offline, timeout=RUN_S, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     said = run.stdout.decode(errors="replace")
     assert run.returncode == 0, said

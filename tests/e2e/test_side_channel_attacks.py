@@ -7,22 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-import msgspec
 import pytest
-import zmq
 
-from connector.messages import HANDSHAKE
 from connector.side_channel import NEEDS_KEY
 from deploy.local.model.quiz import Quiz, quiz
 from deploy.local.node import Node, NodeSpec, Role, kv_transfer_config, on_free_ports, start_node
-from deploy.local.ports import HOST
 from deploy.local.stack import await_nodes, logs_of, start_nodes
 from deploy.local.supervise import Supervisor
 from tests.connector.strangers import flooded, memory_of
 from tests.e2e.conftest import Pair
 from tests.e2e.legs import Params, complete, hand_over, prefill
 from tests.e2e.metrics_reader import PATIENCE_S, read, watch
-from tests.e2e.strangers import black_holes, idle, owner_of, seconds
+from tests.e2e.strangers import black_holes, idle, owner_of, seconds, shake_hands
 from tests.e2e.wrong_params import altered
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -185,11 +181,7 @@ def test_with_keys_a_stranger_gets_nothing_and_a_node_that_has_one_reads(scene: 
     ticket = prefill(scene.pair.prefill.url, question.prompt())
     assert complete(scene.pair.decode.url, question.prompt(), params=ticket).text == question.answer
     unreachable.reaches(1)
-    with zmq.Context() as context, context.socket(zmq.REQ) as stranger:
-        stranger.linger, stranger.rcvtimeo = 0, 30_000
-        stranger.connect(f"tcp://{HOST}:{scene.pair.prefill.spec.side_channel_port}")
-        stranger.send(msgspec.msgpack.encode((HANDSHAKE, 0, 0)))
-        payload = msgspec.msgpack.decode(stranger.recv_multipart()[0])
+    payload = shake_hands(scene.pair.prefill.spec.side_channel_port)
     assert payload == {"compatibility_hash": NEEDS_KEY, "agent_metadata_bytes": b""}
     complete(scene.pair.prefill.url, quiz(7401, 300).prompt())
     refused.reaches(2)

@@ -36,10 +36,10 @@ class First(NamedTuple):
 
 
 class Connection:
-    """A connection that is kept; requests on it follow one another."""
+    """A connection that is kept; requests on it follow one another. `patience`: seconds for each piece of an answer."""
 
-    def __init__(self, url: str) -> None:
-        self._http = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE_S)
+    def __init__(self, url: str, patience: float = PATIENCE_S) -> None:
+        self._http = http.client.HTTPConnection(urlsplit(url).netloc, timeout=patience)
 
     def close(self) -> None:
         """At the end."""
