@@ -37,7 +37,7 @@ def pool_of(nodes: int, slow_start: float = 0.0) -> Pool:
     for number, role in itertools.product(range(nodes // 2), Role):
         node = Node(f"{role}-{number}", f"http://10.0.0.1:{number}", (role,), "m", cohort="c")
         pool.add(node)
-        pool.admit(node)
+        pool.bring_up(node)
     return pool
 
 

@@ -263,7 +263,7 @@ class Simulation:
         for name, roles in fleet.roles().items():
             node = dataclasses.replace(Node(name, f"http://{name}", roles, MODEL), **_published(fleet))
             self.pool.add(node)
-            self.pool.admit(node)
+            self.pool.bring_up(node)
 
     def run(self, trace: Trace) -> Outcome:
         """All requests, to their ends."""

@@ -100,9 +100,9 @@ def readiness(context: AdminContext) -> Readiness:
 def unserved_since(context: AdminContext) -> float:
     """The monotonic second since which no request can be served for want of nodes; -inf where nobody knows."""
     if readiness(context) is Readiness.NO_PREFILL:
-        return context.pool.lost_at(Role.PREFILL)
+        return context.pool.unserved_since(Role.PREFILL)
     roles = tuple(Role) if context.on_no_decode is OnNoDecode.PREFILL else (Role.DECODE,)
-    return max(map(context.pool.lost_at, roles))
+    return max(map(context.pool.unserved_since, roles))
 
 
 def _serving(pool_state: PoolState, role: Role) -> bool:

@@ -1,6 +1,11 @@
 """The circuit breaker of one node: how long it is avoided, and how it gets back to its full share. Pure.
 
-Whether it is to be avoided is for `outlier` and for active health to say.
+    CLOSED     all requests of its share; right after it came back, a share that grows with slow start
+    OPEN       none, until the cool-down has ended, which doubles with every trial that fails
+    HALF_OPEN  one request on trial: if it goes well the circuit closes, if it fails it opens again
+
+`Pool` owns the circuits. It opens one by `outlier` (legs failed) or because active health gave the node up. In the
+second case the cool-down does not count: the node must join anew, and gets a new circuit.
 """
 
 import dataclasses

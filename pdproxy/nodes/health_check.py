@@ -118,7 +118,7 @@ class HealthCheck:
 
     def _is_due(self, view: NodeView, now: float) -> bool:
         joins = view.state is State.JOINING or self._pool.joins_anew(view.name)
-        doubtful = view.name in self._refused and not self._pool.lost(view.name)
+        doubtful = view.name in self._refused and not self._pool.is_given_up(view.name)
         interval = JOINING_INTERVAL if joins or doubtful else self._interval
         return now - self._visited[view.node.name] >= interval
 
@@ -147,7 +147,7 @@ class HealthCheck:
         if not self._is_there(name) or (failure is not None and PROBE_BLAME[failure.fault] is Blame.NO):
             return
         self._pool.met(name, failure)
-        if failure is None and (name in self._refused or self._pool.lost(name)):
+        if failure is None and (name in self._refused or self._pool.is_given_up(name)):
             self._refused.discard(name)  # it may have come back as something else: another version, say
             await self._joiner.attempt(name)
             return
@@ -158,7 +158,7 @@ class HealthCheck:
             await self._look_at_models(name)
             return
         self._pool.probed(name, failure.fault, began, f"{symptom(failure)}: {cause(failure)}")
-        if self._pool.lost(name):
+        if self._pool.is_given_up(name):
             self._joiner.outages.down(node, failure)
 
     async def _look_at_models(self, name: str) -> None:
@@ -178,7 +178,7 @@ class HealthCheck:
 
     async def _probe(self, node: Node) -> NodeFault | None:
         """The fault of a health probe; None for well. A node that was given up must show that its engines run too."""
-        paths = ("/health", ALIVE) if self._pool.lost(node.name) else ("/health",)
+        paths = ("/health", ALIVE) if self._pool.is_given_up(node.name) else ("/health",)
         for path in paths:
             try:
                 status, _ = await self._get(node, path)
@@ -193,7 +193,7 @@ class HealthCheck:
 
         One that was given up is asked too: its legs have left, and it must have moved before it may come back.
         """
-        if self._pool.silent_since(node.name) >= now - self._interval and not self._pool.lost(node.name):
+        if self._pool.silent_since(node.name) >= now - self._interval and not self._pool.is_given_up(node.name):
             self._progress.pop(node.name, None)
             return None
         try:

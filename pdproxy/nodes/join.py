@@ -124,7 +124,7 @@ class Joiner:
         await self._prove(node)
         if self._has(info.node):
             if served or self._pool.view(node.name).state is not State.UP:  # else it was let in while it was tested
-                self._pool.admit(node)
+                self._pool.bring_up(node)
             for warning in compatibility.warnings:
                 _LOG.warning("node %s: %s", node.name, warning)
             for difference in differences_from_partners(info, self._others(node.name)):

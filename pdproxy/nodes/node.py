@@ -250,8 +250,8 @@ class NodeView:
         name: of the node.
         lightest: the place with the fewest tokens to compute, and of these the fewest legs.
         spot: the node and this place.
-        room: the weight that it may use now.
-        load: what its legs would be with one more, per unit of ``room``.
+        usable_weight: the weight that it may use now.
+        load: what its legs would be with one more, per unit of ``usable_weight``.
     """
 
     node: Node
@@ -267,7 +267,7 @@ class NodeView:
     name: str = dataclasses.field(init=False)
     lightest: PlaceLoad = dataclasses.field(init=False)
     spot: "Spot" = dataclasses.field(init=False, repr=False)
-    room: float = dataclasses.field(init=False)
+    usable_weight: float = dataclasses.field(init=False)
     load: float = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -281,13 +281,13 @@ class NodeView:
         self.places = [*self.places[: node.ranks], *map(PlaceLoad, range(ranks, node.ranks))]
         self.lightest = self.places[0]
         self.spot = self, self.lightest
-        self.room = node.weight * share
+        self.usable_weight = node.weight * share
         for place in self.places:
             self.changed(place)
 
     def changed(self, place: PlaceLoad) -> None:
         """The legs of a place are others than before. Every plan compares what is worked out here."""
-        self.load = (self.active + 1) / self.room
+        self.load = (self.active + 1) / self.usable_weight
         capacity = self.node.capacity
         place.crowd = capacity.crowd(place, self.node.ranks) if capacity is not None and place.sequences else place.legs
         self.prompts_changed()
@@ -325,10 +325,10 @@ class NodeView:
         """Whether a plan may send something here where it could send it nowhere else."""
         return self.state is State.TERMINATING
 
-    def admits(self, more: Footprint, most: float) -> bool:
+    def has_room_for(self, more: Footprint, most: float) -> bool:
         """Whether its caches have room for a request, up to the part ``most`` of them; 0 for any.
 
-        A node without a published capacity admits any, and one on which no decode leg of ours runs admits any one.
+        A node without a published capacity has room for any, and one on which no decode leg of ours runs for any one.
         """
         capacity = self.node.capacity
         if capacity is None or not most:

@@ -25,7 +25,7 @@ class NodeLog:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._served: set[Served] = set()
-        self._lost_at: dict[Served, float] = {}
+        self._unserved_since: dict[Served, float] = {}
         """Monotonic seconds since when no node serves what was served before."""
 
     def joined(self, node: Node) -> None:
@@ -56,18 +56,18 @@ class NodeLog:
         served = (role, model)
         if not nodes and served in self._served:
             self._served.discard(served)
-            self._lost_at[served] = self._clock.now()
+            self._unserved_since[served] = self._clock.now()
             _LOG.error("%s", _LOSSES[role], extra={"role": role.value, "model": model})
         elif nodes and served not in self._served:
             self._served.add(served)
-            lost_at = self._lost_at.pop(served, None)
-            if lost_at is not None:
-                after = {"after_s": round(self._clock.now() - lost_at, 1)}
+            unserved_since = self._unserved_since.pop(served, None)
+            if unserved_since is not None:
+                after = {"after_s": round(self._clock.now() - unserved_since, 1)}
                 _LOG.info("%s", _RETURNS[role], extra={"role": role.value, "model": model, **after})
 
-    def lost_at(self, role: Role) -> float:
+    def unserved_since(self, role: Role) -> float:
         """When the last node of a role went, of whatever model, in monotonic seconds; -inf where none did."""
-        return max((at for (of, _), at in self._lost_at.items() if of is role), default=-math.inf)
+        return max((at for (of, _), at in self._unserved_since.items() if of is role), default=-math.inf)
 
     def barred(self, before: Bars, after: Bars) -> None:
         """Other nodes and pairs than before exchange no tickets."""

@@ -17,6 +17,8 @@ that others served count.
 
 A stream's first event ends the row of legs that failed before theirs. Only a stream that ends well ends the row of
 those that broke off later.
+
+`Pool.leg_failed` asks, and opens the node's circuit. `circuit_breaker` says how long it stays open.
 """
 
 import dataclasses

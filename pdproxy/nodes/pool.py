@@ -31,7 +31,7 @@ ALL_NODES = "*"
 BY_OPERATOR = "drained by the operator"
 """The usual reason of a drain."""
 _OUTAGE = {State.DOWN, State.PROBING}
-"""Between these a node goes to and fro while it is out."""
+"""The states of one outage: while trials fail, a node changes from one to the other, and its outage goes on."""
 
 
 class UnknownNode(PdproxyError):
@@ -51,6 +51,30 @@ class DuplicateNode(PdproxyError):
 
 class Pool:
     """All nodes by name, in the order of joining.
+
+    A node's `State` comes of two facts of its `PoolEntry`: its membership, and while that is UP its circuit
+    (`circuit_breaker`). While a node is TERMINATING, its circuit tells only whether it is DOWN.
+
+        membership   circuit    state        requests       usual ways on
+        JOINING      any        JOINING      none           `bring_up` → UP, `refuse` → REFUSED
+        UP           CLOSED     UP           yes            circuit opens → DOWN; `drain`, `terminate`
+        UP           OPEN       DOWN         none           cool-down → PROBING; after it was given up: `bring_up` → UP
+        UP           HALF_OPEN  PROBING      one on trial   trial goes well → UP, fails → DOWN
+        DRAINING     any        DRAINING     none           `remove`; `rejoin` → JOINING
+        TERMINATING  CLOSED     TERMINATING  last resort    `remove`; `drain` → DRAINING
+        TERMINATING  other      DOWN         none           `remove`
+        REFUSED      any        REFUSED      none           `bring_up` → UP, once its settings are mended
+
+    A circuit opens, and a node goes DOWN, in three ways:
+
+        legs fail        `leg_failed`, by `outlier`    legs that run stay; a trial brings the node back
+        probes fail      `probed`, by `HealthCheck`    given up: it must join anew; legs leave if they are silent, too
+        legs are silent  `give_up`, by `SilenceWatch`  given up: it must join anew; legs leave
+
+    *Given up* (`is_given_up`): active health has taken the node out, and no cool-down brings it back.
+    *Leaving* (`leaving`): an event, set when streams that run on the node should move: it was given up, its drain's
+    deadline came, or it was removed.
+    *Joins anew* (`joins_anew`): a node that serves got a role that it had not; its preflight and tests are made again.
 
     Methods that look a node up by its name raise `UnknownNode` where it is not there, unless they say otherwise.
 
@@ -138,7 +162,7 @@ class Pool:
             entry.records[leg].ended_well(client, self.clock.now())
 
     def leg_served(self, name: str, leg: Leg, client: str) -> None:
-        """As both, of a leg whose answer comes in one piece."""
+        """A leg whose answer comes in one piece has ended well: `leg_began` and `leg_ended` together."""
         entry = self._entries.get(name)
         if entry is not None:
             now = entry.progressed_at = self.clock.now()
@@ -238,7 +262,7 @@ class Pool:
         """The node as it was given to `add` or `amend`, without what a preflight found."""
         return self._entry(name).configured
 
-    def admit(self, node: Node) -> None:
+    def bring_up(self, node: Node) -> None:
         """Let the node of this name serve, with what the preflight found out about it; it starts slowly."""
         entry = self._entry(node.name)
         if not entry.is_going():
@@ -264,7 +288,7 @@ class Pool:
         self._count_models(node)
 
     def refuse(self, name: str, reason: str) -> None:
-        """Its settings cannot work. Streams that run on the node go on."""
+        """The node's preflight found a setting that cannot work: no requests. Streams that run on it go on."""
         entry = self._entry(name)
         if not entry.is_going():
             again = entry.state() is State.REFUSED and entry.view.reason != reason
@@ -280,7 +304,7 @@ class Pool:
             entry.view.reason = reason
 
     def rejoin(self, name: str) -> None:
-        """Back to JOINING: at the end of a drain, or where its preflight must be made again."""
+        """Set the node back to JOINING: a drain was taken back, or its preflight must be made again."""
         entry = self._entry(name)
         entry.view.reason = ""
         entry.stay()
@@ -350,7 +374,7 @@ class Pool:
         self._set(entry, entry.circuit, State.DRAINING)
 
     def terminate(self, name: str) -> None:
-        """Its endpoint goes away and still serves: from now on it is the last resort. `Drainer` has the deadline.
+        """The node's endpoint goes away and still serves: it is the last resort. `Drainer` has the deadline.
 
         A node that has not served, or that the operator drains, gets no requests at all.
         """
@@ -416,7 +440,7 @@ class Pool:
             self._show_circuit(entry, self.clock.now())
             return
         entry.misses += 1
-        if entry.lost():
+        if entry.is_given_up():
             self._open(entry, f"health: {why or fault}")
             if not progressed:
                 entry.send_legs_away()
@@ -441,14 +465,14 @@ class Pool:
             entry.view.reason, entry.out_by = reason, ""
             self._set(entry, entry.circuit.opened(self.clock.now()))
 
-    def lost(self, name: str) -> bool:
+    def is_given_up(self, name: str) -> bool:
         """Whether active health has given the node up (it must join anew before it serves); False where it has left."""
         entry = self._entries.get(name)
-        return entry is not None and entry.lost()
+        return entry is not None and entry.is_given_up()
 
-    def lost_at(self, role: Role) -> float:
+    def unserved_since(self, role: Role) -> float:
         """When the last node of a role that served went, in monotonic seconds; -inf where none did."""
-        return self._log.lost_at(role)
+        return self._log.unserved_since(role)
 
     def joined_since(self, name: str, since: float) -> bool:
         """Whether a node has joined after that monotonic second: it may be another process than before."""
@@ -506,7 +530,7 @@ class Pool:
 
     def _refresh(self, entry: PoolEntry, now: float) -> PoolEntry:
         """Apply the passing of time; a node that active health gave up stays down after its cool-down."""
-        if entry.circuit.state is CircuitState.OPEN and not entry.lost():
+        if entry.circuit.state is CircuitState.OPEN and not entry.is_given_up():
             circuit = entry.circuit.at(now)
             if circuit is not entry.circuit:
                 self._set(entry, circuit)
@@ -516,7 +540,7 @@ class Pool:
         view, share = entry.view, entry.circuit.share(now)
         if share != view.share:
             view.become(view.node, share)
-        entry.constant_until = math.inf if entry.lost() else entry.circuit.constant_until(now)
+        entry.constant_until = math.inf if entry.is_given_up() else entry.circuit.constant_until(now)
         self._next_change = min(self._next_change, entry.constant_until)
 
     def _set(self, entry: PoolEntry, circuit: CircuitBreaker, membership: State | None = None) -> None:

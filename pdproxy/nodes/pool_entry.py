@@ -103,7 +103,7 @@ class PoolEntry:
         if self.leaving.is_set():
             self.leaving = asyncio.Event()
 
-    def lost(self) -> bool:
+    def is_given_up(self) -> bool:
         """Whether active health has given the node up."""
         return self.misses >= self.circuit.config.failures
 

@@ -155,7 +155,7 @@ class Prover:
             pairs = (pair for each in partners_of(self._pool, node) for pair in pairs_of(node, each))
             self._early[node.name] = {(prefill.name, decode.name): _UNDER_WAY for prefill, decode in pairs}
             self._publish()
-            self._pool.admit(node)
+            self._pool.bring_up(node)
 
     async def look(self) -> None:
         """Bar pairs whose tickets are of no use, and repeat tests that failed or could not be made, one pair at a time;

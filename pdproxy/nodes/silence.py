@@ -164,7 +164,7 @@ class SilenceWatch:
         watched = self._watched.get(name)
         if watched is None:
             return False
-        watched.given_up &= self._pool.lost(name)
+        watched.given_up &= self._pool.is_given_up(name)
         watched.spared &= self._pool.silent_since(name) < math.inf
         return watched.given_up or watched.spared
 
@@ -173,7 +173,7 @@ class SilenceWatch:
 
     def _is_due(self, view: NodeView, now: float) -> bool:
         watched = self._watched[view.name]
-        idle = view.state not in _SERVING or self._pool.lost(view.name) or not view.active
+        idle = view.state not in _SERVING or self._pool.is_given_up(view.name) or not view.active
         return not (idle or watched.probing or now < watched.quiet_until)
 
     async def _examine(self, node: Node, watched: _WatchedNode) -> None:
@@ -226,7 +226,7 @@ class SilenceWatch:
     def _outcome(self, node: Node, began: float, *, answered: bool) -> SilenceOutcome:
         if answered:
             return SilenceOutcome.ANSWERED
-        if self._pool.lost(node.name) or self._pool.silent_since(node.name) >= began:
+        if self._pool.is_given_up(node.name) or self._pool.silent_since(node.name) >= began:
             return SilenceOutcome.PROGRESSED
         if self._is_late(self._clock.now()) or self._punctual_since > began:
             return SilenceOutcome.LATE

@@ -66,7 +66,7 @@ class FailedLegs:
         """Retries."""
         self._last: tuple[Leg, NodeFault] | None = None
 
-    def restart(self, moment: Moment, left: str) -> None:
+    def moved(self, moment: Moment, left: str) -> None:
         """The stream goes on elsewhere: all retries are left, and only the node that it has ``left`` is excluded."""
         self._out = {left: self._pool.clock.now()}
         self.on_going_node = False

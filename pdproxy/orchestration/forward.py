@@ -15,7 +15,7 @@ from pdproxy.observe.labels import Leg, Outcome
 from pdproxy.orchestration.client_errors import cancelled_outcome, final_error, status_outcome, unknown_model_error
 from pdproxy.orchestration.context import OrchestrationContext, remaining_seconds
 from pdproxy.orchestration.failed_legs import FailedLegs
-from pdproxy.orchestration.request_queue import Admission
+from pdproxy.orchestration.request_queue import QueuedPrompt
 from pdproxy.orchestration.request_record import FailureRecord
 from pdproxy.planning.plan import choose
 from pdproxy.planning.plan_types import NoNode, PlanInput, UnknownModel
@@ -71,9 +71,9 @@ async def forward(
         ended: called with the status when a response that was returned has gone to the client, or cannot go on.
     """
     async with contextlib.AsyncExitStack() as held:
-        admission = Admission(context.queue, request.api_key, 0, 1, request.deadline)
-        held.callback(admission.end)
-        await admission.start_when_room(lambda _: True, lambda: ANY_ROOM)
+        queued_prompt = QueuedPrompt(context.queue, request.api_key, 0, 1, request.deadline)
+        held.callback(queued_prompt.end)
+        await queued_prompt.start_when_room(lambda _: True, lambda: ANY_ROOM)
         response = await _forward(context, request, failure, held, ended)
         request.held.drop()  # its node has answered: no other one is asked
     if isinstance(response.body, bytes):

@@ -17,7 +17,7 @@ from pdproxy.orchestration.failed_legs import FailedLegs
 from pdproxy.orchestration.hand_over import HandOver
 from pdproxy.orchestration.in_flight import predicted
 from pdproxy.orchestration.prefix_source import RealHit
-from pdproxy.orchestration.request_queue import Admission
+from pdproxy.orchestration.request_queue import QueuedPrompt
 from pdproxy.orchestration.request_record import PromptRecord
 from pdproxy.planning.plan import choose, plan
 from pdproxy.planning.plan_types import NextTurn, NoNode, Plan, PlanInput, UnknownModel
@@ -44,7 +44,7 @@ class NodePicker:
     Attributes:
         local: why the prompt is computed on one node alone; None where it need not be.
         prompt_tokens: about how many the prompt has.
-        admission: its way through the queue; to be ended.
+        queued_prompt: its way through the queue; to be ended.
         next_turn: what is expected of the prompt's conversation; None where nothing is.
         no_route: names of nodes that turned out not to know the route of streams that can be resumed.
     """
@@ -67,7 +67,7 @@ class NodePicker:
         answer = context.in_flight.output_lengths.expected(request.model, shape.longest)
         self._footprint = Footprint(shape.choices * (tokens + answer), shape.choices)
         cost, later = tokens + shape.choices * answer, sub_request.index > 0
-        self.admission = Admission(
+        self.queued_prompt = QueuedPrompt(
             context.queue, request.api_key, request.priority, cost, request.deadline, later=later, prompt=tokens
         )
         self._prefix: PromptHits | None = None
@@ -101,8 +101,8 @@ class NodePicker:
             acquire(chosen)
             return True
 
-        if not self.admission.runs:
-            await self.admission.start_when_room(start, self._wait)
+        if not self.queued_prompt.runs:
+            await self.queued_prompt.start_when_room(start, self._wait)
         if chosen is None:
             self._record.enter(Phase.PLAN)
             chosen = await self._plan_again()
@@ -188,15 +188,15 @@ class NodePicker:
         that disaggregates if this one does. Nodes whose caches are full of prompts for each other would wait for ever.
         """
         context, prefill = self._context, chosen.prefill
-        if context.pool.view(chosen.decode.name).admits(self._footprint, most) and (
+        if context.pool.view(chosen.decode.name).has_room_for(self._footprint, most) and (
             prefill is None
             or Role.DECODE not in prefill.roles
-            or context.pool.view(prefill.name).admits(Footprint(self.prompt_tokens, 1), most)
+            or context.pool.view(prefill.name).has_room_for(Footprint(self.prompt_tokens, 1), most)
         ):
             return chosen
         role = Role.DECODE if Role.DECODE in chosen.decode.roles else Role.PREFILL
         like = (view for view in context.pool.state().nodes if role in view.node.roles)
-        full = frozenset(view.node.name for view in like if not view.admits(self._footprint, most))
+        full = frozenset(view.node.name for view in like if not view.has_room_for(self._footprint, most))
         try:
             other = self._plan(full)
         except NO_NODE_ERRORS:
@@ -266,7 +266,7 @@ class NodePicker:
         self._cohort = node.cohort if self._cohort is None else self._cohort
         self._resuming = move is Move.RESUMED
         self.local = self._sub_request.shape.local
-        self._failed.restart(Moment.RESUMING if self._resuming else Moment.OPENING, node.name)
+        self._failed.moved(Moment.RESUMING if self._resuming else Moment.OPENING, node.name)
 
     def other_than(self, name: str, move: Move) -> bool:
         """Whether another decode node could take a stream over from this one now, by such a move."""

@@ -9,6 +9,18 @@ others ask (`planning.shares`): what is left is for the others then.
 
 Before all that waits go further plans of a prompt that runs (a leg failed, a stream moves): it is late already, and
 what it takes counts. Known-answer tests pass by the queue, and are not counted.
+
+How a prompt gets its turn:
+
+    `QueuedPrompt.start_when_room`     asks for it; where nothing waits and there is room, `start_at_once` starts it
+    `RequestQueue.wait`                puts it into its model's lane, and returns once it runs or was turned away
+    `room_changed`, `_on_timer`        something ended, or a node is about done: look through the lanes
+    `_start_while_room`                starts the first of each lane's next prompts, again and again, until none fits
+    `_start_or_turn_away`              calls the prompt's ``start``, which plans it and takes its slots if there is room
+
+A key's use of its share (`ShareUse`) decides how much room its prompts find: the more it uses, the less. So "full" has
+a degree: *full from* a share use means that prompts of keys which use so much, or more, have no room now, while others
+may have.
 """
 
 import asyncio
@@ -37,8 +49,8 @@ CLOSE = 0.001
 """Seconds: so much too early is not too early."""
 
 Start = Callable[[ShareUse], bool]
-"""Begins a prompt, if there is room for it: whether it did. It is told how much of its share the
-key uses: there may be less room."""
+"""Starts a prompt, if there is room for it: whether it did. Its argument is how much of its share the key uses: there
+may be less room."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +71,7 @@ class QueueLimits:
     reserve: float = 0.125
 
 
-class Admission(Queued):
+class QueuedPrompt(Queued):
     """One prompt on its way through the queue: it waits, runs and ends. To be ended on every exit.
 
     Attributes:
@@ -98,7 +110,7 @@ class Admission(Queued):
 
         Where there is room and nothing waits, the loop gets no turn. ``lane``: its model; called if it waits.
         """
-        if not self._queue.begin_at_once(self, start):
+        if not self._queue.start_at_once(self, start):
             self.waited = True
             await self._queue.wait(self, lane(), start)
 
@@ -143,15 +155,15 @@ class RequestQueue:
         self._metrics = metrics
         self._running = 0
         self._waiting: collections.Counter[str] = collections.Counter()
-        """By key."""
+        """How many prompts of each key wait."""
         self._length = 0
-        self._lanes: dict[str, FairQueue[Admission]] = {}
+        self._lanes: dict[str, FairQueue[QueuedPrompt]] = {}
         """By model, the one that was served last at the end."""
         self._rate = DepartureRate()
         self._scheduled = False
-        self._look_again: asyncio.TimerHandle | None = None
-        self._soonest = math.inf
-        """When a node is about done, of those that were found too busy."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._about_done_at = math.inf
+        """When the first of the nodes that were found too busy is about done, in monotonic seconds."""
         self._key_limits = key_limits or LimitsByKey()
         self._shares = KeyShares(self._key_limits)
         metrics.watch_requests(lambda: self._running, lambda: self._length)
@@ -161,7 +173,7 @@ class RequestQueue:
         """There may be room for one that waits: whoever can run now is begun in the loop's next turn. Cheap."""
         if self._length and not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._begin_all)
+            asyncio.get_running_loop().call_soon(self._start_waiting)
 
     def status(self) -> QueueStatus:
         """How it stands."""
@@ -182,7 +194,7 @@ class RequestQueue:
         """
         early = left - min(max(LEAST_AHEAD, AHEAD_SHARE * takes), MOST_AHEAD)
         if early > CLOSE:
-            self._soonest = min(self._soonest, self._clock.now() + early)
+            self._about_done_at = min(self._about_done_at, self._clock.now() + early)
         return early <= CLOSE
 
     def leaves_nodes(self, node: str, nodes: Sequence[NodeView], key: str) -> bool:
@@ -203,9 +215,9 @@ class RequestQueue:
     def check_room(self, key: str) -> None:
         """Raise the `ClientError` 429 where a prompt of a key would be refused if it came now: the queue is full."""
         if self._length and self._length >= self._limits.queue and self._to_give_way(key) is None:
-            raise self._rejected(Rejection.QUEUE_FULL, key)
+            raise self._rejection(Rejection.QUEUE_FULL, key)
 
-    def begin_at_once(self, asked: Admission, start: Start) -> bool:
+    def start_at_once(self, asked: QueuedPrompt, start: Start) -> bool:
         """Where nothing waits and there is room, one more runs: whether it does."""
         now, key = self._clock.now(), asked.key
         self._shares.asked(key, now, asked.prompt)
@@ -214,10 +226,10 @@ class RequestQueue:
         share_use = self._share_use(key, now)
         if (share_use is ShareUse.OVER and self._running >= self._most_over_share) or not start(share_use):
             return False
-        self._runs(asked)
+        self._count_running(asked)
         return True
 
-    async def wait(self, waiter: Admission, lane: str, start: Start) -> None:
+    async def wait(self, waiter: QueuedPrompt, lane: str, start: Start) -> None:
         """Return once ``start`` was called in this one's turn, and there was room: then one more runs.
 
         ``start`` must not wait, and may run in any task. ``lane`` is the model.
@@ -228,10 +240,10 @@ class RequestQueue:
         """
         self._enter(waiter, lane, start)
         try:
-            if self._head(self._lanes[lane], waiter.since, self._refused_beside(waiter)) is waiter:
-                self._try(waiter)
-                self._look_again_in_time()
-            await self._turn(waiter)
+            if self._next_in(self._lanes[lane], waiter.since, self._full_above(waiter)) is waiter:
+                self._start_or_turn_away(waiter)
+                self._set_timer()
+            await self._await_turn(waiter)
         finally:
             if waiter.queued:
                 self._leave(waiter)
@@ -239,25 +251,25 @@ class RequestQueue:
         if waiter.error is not None:
             raise waiter.error
 
-    def ended(self, asked: Admission) -> None:
+    def ended(self, asked: QueuedPrompt) -> None:
         """One that ran runs no more."""
         self._running -= 1
         self._shares.ended(asked.key, asked.began_with)
         self.room_changed()
 
-    def correct(self, waiter: Admission, cost: float) -> None:
+    def correct(self, waiter: QueuedPrompt, cost: float) -> None:
         """One that has waited has really cost so much."""
         lane = self._lanes.get(waiter.lane)
         if lane is not None:
             lane.correct(waiter, cost, self._key_limits.of_key(waiter.key).weight)
         waiter.cost = cost
 
-    def _runs(self, asked: Admission) -> None:
+    def _count_running(self, asked: QueuedPrompt) -> None:
         self._running += 1
         self._shares.began(asked.key, asked.began_with)
         asked.runs = True
 
-    def _enter(self, waiter: Admission, lane: str, start: Start) -> None:
+    def _enter(self, waiter: QueuedPrompt, lane: str, start: Start) -> None:
         now = self._clock.now()
         if not waiter.later:
             waiter.deadline = min(waiter.deadline, now + self._limits.queue_seconds)
@@ -274,10 +286,10 @@ class RequestQueue:
         """The queue is full: the key that has most in it gives way to one that has less, so that none can shut it."""
         last = self._to_give_way(key)
         if last is None:
-            raise self._rejected(Rejection.QUEUE_FULL, key)
-        self._refuse(last, self._rejected(Rejection.QUEUE_FULL, last.key))
+            raise self._rejection(Rejection.QUEUE_FULL, key)
+        self._turn_away(last, self._rejection(Rejection.QUEUE_FULL, last.key))
 
-    def _to_give_way(self, key: str) -> Admission | None:
+    def _to_give_way(self, key: str) -> QueuedPrompt | None:
         """The one that leaves a full queue for another key's; None where it is the newcomer that has to."""
         longest, most = max(self._waiting.items(), key=lambda each: each[1], default=("", 0))
         if self._waiting[key] + 1 >= most:
@@ -285,7 +297,7 @@ class RequestQueue:
         last = next(filter(None, (lane.newest(longest) for lane in self._lanes.values())))
         return None if last.later else last
 
-    def _leave(self, waiter: Admission) -> None:
+    def _leave(self, waiter: QueuedPrompt) -> None:
         waiter.queued = False
         del waiter.start  # it holds the request
         self._metrics.keys.waited(waiter.key, self._clock.now() - waiter.since)
@@ -298,8 +310,8 @@ class RequestQueue:
         if not lane:
             del self._lanes[waiter.lane]
 
-    async def _turn(self, waiter: Admission) -> None:
-        """Return when it runs or has an error."""
+    async def _await_turn(self, waiter: QueuedPrompt) -> None:
+        """Return when it runs or was turned away."""
         if not waiter.turn.done():
             try:
                 # Not wait_for: in Python 3.11 that swallows a cancellation which comes together with the turn.
@@ -312,57 +324,62 @@ class RequestQueue:
     def _share_use(self, key: str, now: float) -> ShareUse:
         return self._shares.share_use(key, now) if self._limits.reserve > 0 else ShareUse.WITHIN
 
-    def _refused_beside(self, waiter: Admission) -> ShareUse | None:
-        """The least use of a share that waits beside this prompt: there is no room for prompts of such keys."""
+    def _full_above(self, waiter: QueuedPrompt) -> ShareUse | None:
+        """The next share use above that of this prompt's key; None where there is none. Prompts of keys that use so
+        much find less room, and wait since they found none: this one need not wait behind them."""
         share_use = self._share_use(waiter.key, waiter.since)
         return None if share_use is ShareUse.OVER else ShareUse(share_use + 1)
 
-    def _head(self, lane: FairQueue[Admission], now: float, refused: ShareUse | None) -> Admission | None:
-        """The next prompt among those of keys that may run one more, and use less of their shares than ``refused``."""
+    def _next_in(self, lane: FairQueue[QueuedPrompt], now: float, full_from: ShareUse | None) -> QueuedPrompt | None:
+        """The next prompt of a lane that may have room: its key may run one more, and uses less of its share than
+        ``full_from``, where that is given."""
         may_run = self._shares.may_run
-        if refused is None:
+        if full_from is None:
             return lane.head(now, may_run)
-        return lane.head(now, lambda key: may_run(key) and self._share_use(key, now) < refused)
+        return lane.head(now, lambda key: may_run(key) and self._share_use(key, now) < full_from)
 
-    def _begin_all(self) -> None:
-        """Begin whoever can run now."""
+    def _start_waiting(self) -> None:
+        """Start all that can run now."""
         self._scheduled = False
-        self._soonest = math.inf
-        self._begin_while_room()
-        self._look_again_in_time()
+        self._about_done_at = math.inf
+        self._start_while_room()
+        self._set_timer()
 
-    def _look_again_in_time(self) -> None:
-        """No event tells that a node is about done with its prompts."""
-        if not self._length or math.isinf(self._soonest):
+    def _set_timer(self) -> None:
+        """Look again when a node is about done with its prompts, for no event tells that."""
+        if not self._length or math.isinf(self._about_done_at):
             return
         loop = asyncio.get_running_loop()
-        when = loop.time() + max(self._soonest - self._clock.now(), CLOSE)
-        if self._look_again is not None:
-            if self._look_again.when() <= when:
+        when = loop.time() + max(self._about_done_at - self._clock.now(), CLOSE)
+        if self._timer is not None:
+            if self._timer.when() <= when:
                 return
-            self._look_again.cancel()
-        self._look_again = loop.call_at(when, self._looked_again)
+            self._timer.cancel()
+        self._timer = loop.call_at(when, self._on_timer)
 
-    def _looked_again(self) -> None:
-        self._look_again = None
+    def _on_timer(self) -> None:
+        self._timer = None
         self.room_changed()
 
-    def _begin_while_room(self) -> None:
-        refused: dict[str, ShareUse] = {}
-        """By lane: there is no room for keys that use so much of their shares, or more."""
+    def _start_while_room(self) -> None:
+        """Start the next prompt of the lanes, until all lanes are full or empty."""
+        full_from: dict[str, ShareUse] = {}
+        """By lane. A prompt that found no room holds back those behind it whose keys use as much or more; `WITHIN` is
+        the least use, so that it holds back all of them."""
         now = self._clock.now()
         while self._running < self._limits.concurrency:
-            lanes = [(lane, refused.get(name)) for name, lane in self._lanes.items()]
-            heads = [self._head(lane, now, worst) for lane, worst in lanes if worst is not ShareUse.WITHIN]
+            lanes = [(lane, full_from.get(name)) for name, lane in self._lanes.items()]
+            heads = [self._next_in(lane, now, full) for lane, full in lanes if full is not ShareUse.WITHIN]
             head = min(filter(None, heads), key=lambda each: each.priority, default=None)
             if head is None:
                 return
-            share_use = self._try(head)
-            if share_use is not None:
-                refused[head.lane] = share_use
+            found_full_from = self._start_or_turn_away(head)
+            if found_full_from is not None:
+                full_from[head.lane] = found_full_from
 
-    def _try(self, waiter: Admission) -> ShareUse | None:
-        """Begin the head of a lane, or refuse it; the use of its key's share where there is no room for such."""
+    def _start_or_turn_away(self, waiter: QueuedPrompt) -> ShareUse | None:
+        """Start the next prompt of a lane, or turn it away with an error. Where there is no room for it, it goes on
+        waiting, and the lane is full from the share use that is returned."""
         if waiter.turn.done():  # cancelled: its task will come to know
             self._leave(waiter)
             return None
@@ -375,16 +392,17 @@ class RequestQueue:
             if not waiter.start(share_use):
                 return share_use
         except PdproxyError as error:
-            self._refuse(waiter, error)
+            self._turn_away(waiter, error)
             return None
         except Exception as error:  # a bug: its request fails, and those behind it do not wait for ever
-            self._refuse(waiter, error)
+            self._turn_away(waiter, error)
             raise
-        self._begin(waiter)
+        self._mark_started(waiter)
         return None
 
-    def _begin(self, waiter: Admission) -> None:
-        self._runs(waiter)
+    def _mark_started(self, waiter: QueuedPrompt) -> None:
+        """The prompt's ``start`` has begun it: count it, charge its key, and wake the task that waits for its turn."""
+        self._count_running(waiter)
         self._rate.departed(self._clock.now())
         lane = self._lanes.pop(waiter.lane)
         self._lanes[waiter.lane] = lane
@@ -392,18 +410,19 @@ class RequestQueue:
         self._leave(waiter)
         waiter.turn.set_result(None)
 
-    def _expire(self, waiter: Admission) -> None:
-        late = deadline_error() if waiter.later else self._rejected(Rejection.QUEUE_TIMEOUT, waiter.key)
-        self._refuse(waiter, late)
+    def _expire(self, waiter: QueuedPrompt) -> None:
+        late = deadline_error() if waiter.later else self._rejection(Rejection.QUEUE_TIMEOUT, waiter.key)
+        self._turn_away(waiter, late)
 
-    def _refuse(self, waiter: Admission, error: Exception) -> None:
+    def _turn_away(self, waiter: QueuedPrompt, error: Exception) -> None:
+        """The prompt leaves the queue without having run; `wait` raises this error in its task."""
         self._leave(waiter)
         self.room_changed()
         waiter.error = error
         if not waiter.turn.done():
             waiter.turn.set_result(None)
 
-    def _rejected(self, reason: Rejection, key: str) -> ClientError:
+    def _rejection(self, reason: Rejection, key: str) -> ClientError:
         self._metrics.rejected(reason, key)
         seconds = self._rate.seconds_to_leave(self._length, self._clock.now())
         wait = UNKNOWN_WAIT if math.isinf(seconds) else min(LONGEST_WAIT, max(1, math.ceil(seconds)))

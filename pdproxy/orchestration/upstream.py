@@ -357,7 +357,7 @@ class UpstreamRequest:
         self._failed.close()
         if self.keep is not None:
             self.keep.end()
-        self.nodes.admission.end()
+        self.nodes.queued_prompt.end()
         self._release_hand_over()
         if self._prefill_slot is not None:
             self._prefill_slot.release()
@@ -430,7 +430,7 @@ class UpstreamRequest:
         """A decode leg reported its usage. That of one that resumed a stream does not tell who computed the prompt."""
         if self._span is not None:
             self._span.set_usage(usage)
-        self.nodes.admission.correct_cost((usage.prompt or 0) + (usage.completion or 0))
+        self.nodes.queued_prompt.correct_cost((usage.prompt or 0) + (usage.completion or 0))
         if self.resumed:
             self.record.leg_used(msgspec.structs.replace(usage, cached=None), None)
             return

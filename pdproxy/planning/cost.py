@@ -1,7 +1,8 @@
 """The cost of a prompt at a place, in seconds: as a prefill node, as a decode node with a ticket, or alone. Pure.
 
 What is sent to a place is *queued* there until it is computed; a prompt waits for what was queued before it. A cost is
-divided by the node's `NodeView.room`, its weight as far as slow start allows, so that it compares as load does.
+divided by the node's `NodeView.usable_weight`, its weight as far as slow start allows, so that costs compare as loads
+do.
 
 A place that has not cached a prefix which others have must compute it, and, of a hybrid model, compute it a second time
 before it keeps a state where the prompts part (vLLM keeps one at the end of each prompt, and at a branch point from the
@@ -176,7 +177,7 @@ class PrefillCost:
         if_busy = (WAITING * own + self._later) * self._busy_weight
         scores = [
             ((place.queued * per_token + place.legs * fixed + own + copies) * place.prefill + place.busy * if_busy)
-            / view.room
+            / view.usable_weight
             for view, place in spots
         ]
         if self._lost:
@@ -185,7 +186,7 @@ class PrefillCost:
 
     def _losses(self, view: NodeView, place: PlaceLoad) -> float:
         """For what the next turn will lack there."""
-        return self._lost.get(Place(view.name, place.rank), 0.0) * self._per_token * place.prefill / view.room
+        return self._lost.get(Place(view.name, place.rank), 0.0) * self._per_token * place.prefill / view.usable_weight
 
     def seconds(self, hit: Hit, spot: Spot, _: float, /) -> float:
         fixed, per_token, place = self._fixed, self._per_token, spot[1]
@@ -213,10 +214,10 @@ class HandOverCost:
 
     def scores(self, hit: Hit, spots: Sequence[Spot]) -> list[float]:
         moved, each = self._fixed + self._per_token * (self._tokens - hit.attention), SEQUENCE_SECONDS
-        return [(place.hand_over * moved + place.crowd * each + each) / view.room for view, place in spots]
+        return [(place.hand_over * moved + place.crowd * each + each) / view.usable_weight for view, place in spots]
 
     def seconds(self, _: Hit, spot: Spot, score: float, /) -> float:
-        return score * spot[0].room
+        return score * spot[0].usable_weight
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
         own = (self._fixed + self._per_token * self._tokens) * self._book.least_factor(Work.HAND_OVER)
@@ -238,12 +239,12 @@ class LocalCost:
         per_token, each = self._per_token, SEQUENCE_SECONDS
         own = self._fixed + per_token * (self._tokens - hit.resume)
         return [
-            ((place.queued * per_token + own) * place.local + place.crowd * each + each) / view.room
+            ((place.queued * per_token + own) * place.local + place.crowd * each + each) / view.usable_weight
             for view, place in spots
         ]
 
     def seconds(self, _: Hit, spot: Spot, score: float, /) -> float:
-        return score * spot[0].room
+        return score * spot[0].usable_weight
 
     def least_fresh(self, views: Sequence[NodeView], heaviest: float) -> float:
         own = (self._fixed + self._per_token * self._tokens) * self._book.least_factor(Work.LOCAL)
@@ -270,7 +271,7 @@ class SharedPrefillCost(PrefillCost):
         own, fixed = self._fixed + (self._tokens - hit.resume) * self._per_token, self._fixed
         weight = self._book.stall_weight
         return [
-            score + (place.legs - place.prompts) * place.prefill * (own * weight - fixed) / view.room
+            score + (place.legs - place.prompts) * place.prefill * (own * weight - fixed) / view.usable_weight
             for score, (view, place) in zip(super().scores(hit, spots), spots, strict=True)
         ]
 
@@ -292,12 +293,12 @@ class SharedHandOverCost(HandOverCost):
     def scores(self, hit: Hit, spots: Sequence[Spot]) -> list[float]:
         per_token, answer_stalls = self._prompt_seconds, self._book.answer_stalls
         return [
-            score + (place.queued * per_token * place.prefill + answer_stalls(place)) / view.room
+            score + (place.queued * per_token * place.prefill + answer_stalls(place)) / view.usable_weight
             for score, (view, place) in zip(super().scores(hit, spots), spots, strict=True)
         ]
 
     def seconds(self, _: Hit, spot: Spot, score: float, /) -> float:
-        return score * spot[0].room - self._book.answer_stalls(spot[1])
+        return score * spot[0].usable_weight - self._book.answer_stalls(spot[1])
 
 
 class SharedLocalCost(SharedPrefillCost):
@@ -309,7 +310,7 @@ class SharedLocalCost(SharedPrefillCost):
     def scores(self, hit: Hit, spots: Sequence[Spot]) -> list[float]:
         answer_stalls = self._book.answer_stalls
         return [
-            score + ((place.crowd + 1) * SEQUENCE_SECONDS + answer_stalls(place)) / view.room
+            score + ((place.crowd + 1) * SEQUENCE_SECONDS + answer_stalls(place)) / view.usable_weight
             for score, (view, place) in zip(super().scores(hit, spots), spots, strict=True)
         ]
 

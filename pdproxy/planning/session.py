@@ -28,7 +28,7 @@ _ODD = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: multiplied by it, every bit of a hash counts in the product's highest ones."""
 _RANGE = 1 << 64
 _LOW = _RANGE - 1
-_LEGS, _ROOM = operator.attrgetter("active"), operator.attrgetter("room")
+_LEGS, _WEIGHT = operator.attrgetter("active"), operator.attrgetter("usable_weight")
 
 
 class KeyOrder:
@@ -39,8 +39,8 @@ class KeyOrder:
         self._candidates = candidates
         self._scores = rendezvous_scores(candidates.seeds(role), key)
         self._own = self._scores.index(min(self._scores)) if self._views else 0
-        legs, room = sum(map(_LEGS, self._views)), sum(map(_ROOM, self._views))
-        self._most = MOST_OF_MEAN * (legs + 1) / (room or 1.0)
+        legs, weight = sum(map(_LEGS, self._views)), sum(map(_WEIGHT, self._views))
+        self._most = MOST_OF_MEAN * (legs + 1) / (weight or 1.0)
 
     def __iter__(self) -> Iterator[NodeView]:
         """Those that may take the request and have room."""
@@ -54,7 +54,7 @@ class KeyOrder:
                 yield self._views[place]
 
     def _fits(self, view: NodeView) -> bool:
-        return view.active + 1 <= math.ceil(self._most * view.room) + SPARE and self._candidates.may_take(view)
+        return view.active + 1 <= math.ceil(self._most * view.usable_weight) + SPARE and self._candidates.may_take(view)
 
     def affinity(self, node: Node) -> Affinity:
         """Whether a node of these is the session's own, the first of all."""

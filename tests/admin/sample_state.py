@@ -67,7 +67,7 @@ class SampleState:
             cohort = UPGRADED if number == 0 else COHORT
             node = Node(f"{role}-{number}", f"http://{role}-{number}:8000", (role,), MODEL, cohort=cohort)
             self.pool.add(node)
-            self.pool.admit(node)
+            self.pool.bring_up(node)
             for _ in range(REQUESTS * (role is Role.DECODE)):
                 self.pool.acquire(node.name, LegLoad(footprint=Footprint(1, 1))).release()
         self.clock.advance(60)

@@ -50,7 +50,7 @@ def client_of(context: AdminContext) -> httpx.AsyncClient:
 def serve(context: AdminContext, *nodes: Node) -> None:
     for node in nodes:
         context.pool.add(node)
-        context.pool.admit(node)
+        context.pool.bring_up(node)
 
 
 @pytest.fixture

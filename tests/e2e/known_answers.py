@@ -64,7 +64,7 @@ class Bench:
         for node in nodes:
             self.means.pool.add(node)
             await prover.join(node)
-            self.means.pool.admit(node)
+            self.means.pool.bring_up(node)
 
     async def answer(self, prompt: str) -> tuple[str, str]:
         """The text that a client of these nodes gets, and its route."""

@@ -94,7 +94,7 @@ class Observer:
         configured = ProxyNode(name, url, (ROLES[name],))
         if name not in self.pool:
             self.pool.add(configured)
-        self.pool.admit((await Preflight(self.transport).inspect(configured)).joined())
+        self.pool.bring_up((await Preflight(self.transport).inspect(configured)).joined())
 
     def node(self, name: str) -> ProxyNode:
         return self.pool.view(name).node

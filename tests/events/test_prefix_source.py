@@ -60,7 +60,7 @@ class World:
         for name, info in self.infos.items():
             node = Node(name, f"http://{name}", (info.role,), "tiny", ("lora",), ranks=ranks, hashing=HASHING)
             self.pool.add(node)
-            self.pool.admit(node)
+            self.pool.bring_up(node)
         ids = TokenIds(transport, self.caches.clock, self.caches.metrics, 0.05)
         self.texts = TextPrefixSource(self.pool, self.caches.clock)
         finder = HashFinder(self.texts, ids, self.pool.load)
@@ -244,7 +244,7 @@ async def test_a_prefill_leg_computes_no_more_than_its_hand_over_covers_and_neve
     world = World()
     for name in ("p0", "d0"):
         node = dataclasses.replace(world.node(name), prefix_match_unit=4)
-        world.pool.admit(node)
+        world.pool.bring_up(node)
         blocks = stored(hashes()[3], hashes()[7], hashes()[8], group=ATTENTION)
         world.tell(name, blocks, stored(hashes()[7], hashes()[8], group=STATE, kind="mamba"))
     found = await world.source.look_up(request())
@@ -289,7 +289,7 @@ async def test_how_long_blocks_stay_is_told_by_what_a_place_stores() -> None:
     capacity = Capacity(100 * HASHING.block_size, None, 1, Binding.ATTENTION)
     for name in world.infos:
         known = world.node(name)
-        world.pool.admit(dataclasses.replace(known, capacity=capacity, block_size=HASHING.block_size))
+        world.pool.bring_up(dataclasses.replace(known, capacity=capacity, block_size=HASHING.block_size))
     world.caches_prompt("p0")
     found = await world.source.look_up(request())
     assert found is not None

@@ -52,7 +52,7 @@ class Cluster:
         node = self.node(name, hashing)
         if name not in self.pool:
             self.pool.add(node)
-        self.pool.admit(dataclasses.replace(node))
+        self.pool.bring_up(dataclasses.replace(node))
 
     def known(self, name: str, rank: int = 0) -> Known:
         feeds = [feed for feed in self.caches.of_node(name) if feed.place == Place(name, rank)]

@@ -74,7 +74,7 @@ class ProvedPool:
             if name not in {view.node.name for view in self.pool.state().nodes}:
                 self.pool.add(node)
             await self.prover.join(node)
-            self.pool.admit(node)
+            self.pool.bring_up(node)
         return self.test.asked[before:]
 
     def allowed(self, prefill: str, decode: str) -> bool:

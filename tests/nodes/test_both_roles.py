@@ -25,7 +25,7 @@ async def join(made: ProvedPool, *names: str, roles: Roles = BOTH) -> list[tuple
         node = node_of(name, roles)
         made.pool.add(node)
         await made.prover.join(node)
-        made.pool.admit(node)
+        made.pool.bring_up(node)
     return made.test.asked[before:]
 
 
@@ -93,7 +93,7 @@ async def test_a_role_goes_at_once_and_comes_after_its_tests(made: ProvedPool) -
     made.pool.change_roles("n1", PREFILL)
     view = made.pool.view("n1")
     assert (view.state, view.node.roles, made.pool.joins_anew("n1")) == (State.UP, DECODE, True)
-    made.pool.admit(node_of("n1", PREFILL))
+    made.pool.bring_up(node_of("n1", PREFILL))
     assert (made.pool.view("n1").node.roles, made.pool.joins_anew("n1")) == (PREFILL, False)
 
 

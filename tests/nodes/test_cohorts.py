@@ -47,7 +47,7 @@ class Fleet:
     def serve(self, name: str) -> None:
         """The node passed its tests."""
         self.proved.add(name)
-        self.pool.admit(node(name, name.split("-")[1]))
+        self.pool.bring_up(node(name, name.split("-")[1]))
 
     def stays(self, name: str) -> str:
         """Why it had better wait; "" where it may go."""
@@ -150,7 +150,7 @@ def test_a_node_that_serves_nothing_may_go(clock: FakeClock) -> None:
 def test_an_address_is_asked_for_by_host_and_port(clock: FakeClock) -> None:
     fleet = Fleet(clock, "d-old", "p-new", "p-old")
     fleet.pool.add(dataclasses.replace(node("p6"), url="http://[fd00::1]:8000"))
-    fleet.pool.admit(dataclasses.replace(node("p6", "six"), url="http://[fd00::1]:8000"))
+    fleet.pool.bring_up(dataclasses.replace(node("p6", "six"), url="http://[fd00::1]:8000"))
     assert not fleet.cohorts.may_leave("p-old", PORT).leave
     assert fleet.cohorts.may_leave("p-old", PORT + 1).why == "this proxy knows no such node"
     assert fleet.cohorts.may_leave("fd00::1", PORT).why != "this proxy knows no such node"
@@ -211,7 +211,7 @@ def test_a_cohort_without_nodes_leaves_no_series(clock: FakeClock) -> None:
     assert fleet.value("pdproxy_cohort_nodes", cohort="old", role="decode") == 1
     fleet.pool.rejoin("d-old")
     assert fleet.value("pdproxy_cohort_nodes", cohort="old", role="decode") == 0
-    fleet.pool.admit(node("d-old", "replaced"))
+    fleet.pool.bring_up(node("d-old", "replaced"))
     assert fleet.value("pdproxy_cohort_nodes", cohort="replaced", role="decode") == 1
     assert fleet.pool.view("d-old").state is State.UP
     assert [cohort.requests for cohort in fleet.cohorts.report()] == [0, 0]

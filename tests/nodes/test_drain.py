@@ -18,7 +18,7 @@ NODE = Node("d1", "http://d1", (Role.DECODE,), "tiny")
 def pool(clock: FakeClock) -> Pool:
     made = Pool(clock)
     made.add(NODE)
-    made.admit(NODE)
+    made.bring_up(NODE)
     return made
 
 

@@ -58,7 +58,7 @@ def serving(lines: Lines) -> Pool:
     pool = Pool(FakeClock())
     for node in (P1, D1, D2):
         pool.add(node)
-        pool.admit(node)
+        pool.bring_up(node)
     lines.taken()
     return pool
 
@@ -83,7 +83,7 @@ def test_the_last_of_a_role_is_an_error_and_its_return_is_told(serving: Pool, li
     for name in ("d1", "d2"):
         serving.give_up(name, "health: gone")
     clock.advance(12)
-    serving.admit(D2)
+    serving.bring_up(D2)
     serving.remove("p1")
     assert [told(line)[:2] for line in lines.taken()] == [
         ("WARNING", "node d1 is down"),
@@ -114,8 +114,8 @@ def test_a_role_that_never_was_served_is_not_lost(lines: Lines) -> None:
 def test_another_model_on_the_last_node_is_a_loss_too(lines: Lines) -> None:
     pool = Pool(FakeClock())
     pool.add(D1)
-    pool.admit(D1)
-    pool.admit(Node("d1", "http://d1", (Role.DECODE,), "other"))
+    pool.bring_up(D1)
+    pool.bring_up(Node("d1", "http://d1", (Role.DECODE,), "other"))
     assert [(line["levelname"], line["model"]) for line in lines.taken()][-1:] == [("ERROR", "tiny")]
 
 

@@ -28,7 +28,7 @@ def registry() -> CollectorRegistry:
 def pool(clock: FakeClock, registry: CollectorRegistry) -> Pool:
     made = Pool(clock, CircuitBreakerConfig(failures=3, cool_down=10, slow_start=20), Metrics(registry))
     made.add(NODE)
-    made.admit(NODE)
+    made.bring_up(NODE)
     return made
 
 
@@ -41,7 +41,7 @@ def test_a_node_joins_before_it_serves(clock: FakeClock) -> None:
     pool.add(NODE)
     assert pool.view("d1").state is State.JOINING
     assert pool.changed.is_set()
-    pool.admit(NODE)
+    pool.bring_up(NODE)
     assert pool.view("d1").state is State.UP
 
 
@@ -51,7 +51,7 @@ def test_a_name_is_given_once(pool: Pool) -> None:
 
 
 def test_legs_count_on_the_rank_that_they_name_and_others_where_the_fewest_are(pool: Pool) -> None:
-    pool.admit(dataclasses.replace(NODE, ranks=3))
+    pool.bring_up(dataclasses.replace(NODE, ranks=3))
     slots = [pool.acquire("d1", LegLoad(1, 700, Footprint(900, 1))), *(pool.acquire("d1") for _ in range(3))]
     view = pool.view("d1")
     assert [(place.legs, place.queued, place.tokens) for place in view.places] == [(2, 0, 0), (1, 700, 900), (1, 0, 0)]
@@ -59,7 +59,7 @@ def test_legs_count_on_the_rank_that_they_name_and_others_where_the_fewest_are(p
     for _ in range(2):
         slots[0].computed()
         assert [place.queued for place in view.places] == [0, 0, 0]
-    pool.admit(dataclasses.replace(NODE, ranks=1))
+    pool.bring_up(dataclasses.replace(NODE, ranks=1))
     assert [place.legs for place in view.places] == [2]
     for slot in slots:
         slot.release()
@@ -95,7 +95,7 @@ def test_one_request_takes_out_one_node_of_a_role_and_others_the_rest(pool: Pool
     for name in ("d2", "p1"):
         node = dataclasses.replace(NODE, name=name, roles=(Role.PREFILL if name == "p1" else Role.DECODE,))
         pool.add(node)
-        pool.admit(node)
+        pool.bring_up(node)
     for name in ("d1", "d2", "p1"):
         refuse(pool, name, 2)
 
@@ -113,7 +113,7 @@ def test_one_request_takes_out_one_node_of_a_role_and_others_the_rest(pool: Pool
 
 def test_a_trial_whose_request_may_be_to_blame_proves_nothing(pool: Pool, clock: FakeClock) -> None:
     pool.give_up("d1", "health")
-    pool.admit(NODE)
+    pool.bring_up(NODE)
     break_it(pool)
     clock.advance(10)
     serve(pool, "d1")
@@ -138,7 +138,7 @@ def test_an_answer_in_one_piece_ends_a_trial_well(pool: Pool, clock: FakeClock) 
 def test_a_leg_that_begins_well_ends_the_row_of_those_that_did_not(pool: Pool) -> None:
     for name in ("d2", "d3"):
         pool.add(dataclasses.replace(NODE, name=name))
-        pool.admit(dataclasses.replace(NODE, name=name))
+        pool.bring_up(dataclasses.replace(NODE, name=name))
 
     def fail(requests: range) -> State:
         for number in requests:
@@ -263,10 +263,10 @@ def test_streams_that_still_flow_need_not_leave_a_node_that_refuses_connections(
     assert pool.leaving("d1").is_set()
 
 
-@pytest.mark.parametrize("change", ["amend", "rejoin", "admit"])
+@pytest.mark.parametrize("change", ["amend", "rejoin", "bring_up"])
 def test_streams_older_than_a_change_can_still_be_made_to_leave(pool: Pool, change: str) -> None:
     leaving = pool.leaving("d1")
-    {"amend": pool.amend, "rejoin": lambda node: pool.rejoin(node.name), "admit": pool.admit}[change](NODE)
+    {"amend": pool.amend, "rejoin": lambda node: pool.rejoin(node.name), "bring_up": pool.bring_up}[change](NODE)
     assert not leaving.is_set()
     pool.remove("d1")
     assert leaving.is_set()
@@ -277,11 +277,11 @@ def test_a_node_given_up_by_health_stays_down_until_it_joins_anew(pool: Pool, cl
         pool.probed("d1", Fault.REFUSED, clock.now())
     clock.advance(1000)
     assert pool.view("d1").state is State.DOWN
-    assert pool.lost("d1")
-    pool.admit(NODE)
+    assert pool.is_given_up("d1")
+    pool.bring_up(NODE)
     assert pool.view("d1").state is State.UP
     assert not pool.leaving("d1").is_set()
-    assert not pool.lost("d1")
+    assert not pool.is_given_up("d1")
 
 
 def test_a_node_that_joins_anew_may_be_another_process(pool: Pool, clock: FakeClock) -> None:
@@ -291,7 +291,7 @@ def test_a_node_that_joins_anew_may_be_another_process(pool: Pool, clock: FakeCl
     clock.advance(1)
     pool.give_up("d1", "refused")
     assert not pool.joined_since("d1", failed)
-    pool.admit(NODE)
+    pool.bring_up(NODE)
     assert pool.joined_since("d1", failed)
     assert not pool.joined_since("d1", clock.now())
     pool.remove("d1")
@@ -317,7 +317,7 @@ def test_a_terminating_node_is_a_last_resort_and_stays_so(pool: Pool) -> None:
     pool.terminate("d1")
     assert pool.view("d1").state is State.TERMINATING
     assert (pool.view("d1").takes_requests(), pool.view("d1").is_last_resort()) == (False, True)
-    pool.admit(NODE)
+    pool.bring_up(NODE)
     pool.refuse("d1", "block_size")
     assert pool.view("d1").state is State.TERMINATING
     pool.drain("d1")
@@ -337,7 +337,7 @@ def test_the_last_resort_is_taken_by_role(pool: Pool) -> None:
     """Roles with another node that takes requests do without theirs."""
     for name, role in (("d2", Role.DECODE), ("p1", Role.PREFILL)):
         pool.add(dataclasses.replace(NODE, name=name, roles=(role,)))
-        pool.admit(dataclasses.replace(NODE, name=name, roles=(role,)))
+        pool.bring_up(dataclasses.replace(NODE, name=name, roles=(role,)))
     pool.terminate("d1")
     pool.terminate("p1")
 
@@ -354,7 +354,7 @@ def test_the_last_resort_is_taken_by_role(pool: Pool) -> None:
 def test_a_draining_node_takes_nothing_and_stays_so(pool: Pool) -> None:
     pool.drain("d1")
     assert pool.view("d1").state is State.DRAINING
-    pool.admit(NODE)
+    pool.bring_up(NODE)
     pool.refuse("d1", "block_size")
     assert pool.view("d1").state is State.DRAINING
     pool.rejoin("d1")
@@ -450,5 +450,5 @@ def test_models_and_adapters_that_decode_nodes_serve_become_labels(clock: FakeCl
         "other",
         "other",
     ]
-    pool.admit(dataclasses.replace(pool.configured("d1"), model="found", aliases=("adapter",)))
+    pool.bring_up(dataclasses.replace(pool.configured("d1"), model="found", aliases=("adapter",)))
     assert [metrics.requests.models.label(name) for name in ("found", "adapter")] == ["found", "adapter"]

@@ -17,7 +17,7 @@ LEG = Footprint(10, 1)
 NODES = {name: Node(name, f"http://{name}", (Role.DECODE,), "tiny") for name in ("a", "b")}
 MOVES = st.tuples(
     st.sampled_from(
-        ["occupy", "release", "good", "bad", "miss", "seen", "wait", "admit", "drain", "terminate", "rejoin", "renew"]
+        ["occupy", "release", "good", "bad", "miss", "seen", "wait", "up", "drain", "terminate", "rejoin", "renew"]
     ),
     st.sampled_from(sorted(NODES)),
 )
@@ -35,7 +35,7 @@ def play(pool: Pool, clock: FakeClock, legs: list[Slot], move: str, name: str) -
         "miss": lambda: pool.probed(name, Fault.REFUSED, clock.now()),
         "seen": lambda: pool.probed(name, None, clock.now()),
         "wait": lambda: clock.advance(7),
-        "admit": lambda: pool.admit(NODES[name]),
+        "up": lambda: pool.bring_up(NODES[name]),
         "drain": lambda: pool.drain(name),
         "terminate": lambda: pool.terminate(name),
         "rejoin": lambda: pool.rejoin(name),
@@ -50,7 +50,7 @@ def test_counts_balance_and_trials_stay_single(moves: list[tuple[str, str]]) -> 
     pool, legs = Pool(clock), list[Slot]()
     for node in NODES.values():
         pool.add(node)
-        pool.admit(node)
+        pool.bring_up(node)
     for move, name in moves:
         play(pool, clock, legs, move, name)
         for view in pool.state().nodes:

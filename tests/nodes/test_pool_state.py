@@ -38,7 +38,7 @@ def fresh(entry: PoolEntry, now: float) -> NodeView:
 
 def shown(view: NodeView) -> tuple[object, ...]:
     """The part of the pool that plans read."""
-    return view.node, view.name, view.state, view.share, view.room, view.load, view.trials, len(view.places)
+    return view.node, view.name, view.state, view.share, view.usable_weight, view.load, view.trials, len(view.places)
 
 
 class ChangingPool(RuleBasedStateMachine):
@@ -60,7 +60,7 @@ class ChangingPool(RuleBasedStateMachine):
     @rule(name=NAMES, model=st.sampled_from("mn"), cohort=st.sampled_from(["", "a", "b"]), lora=st.booleans())
     def admit(self, name: str, model: str, cohort: str, lora: bool) -> None:
         with contextlib.suppress(UnknownNode):
-            self.pool.admit(node(name, model=model, cohort=cohort, aliases=("lora",) if lora else ()))
+            self.pool.bring_up(node(name, model=model, cohort=cohort, aliases=("lora",) if lora else ()))
 
     @rule(name=NAMES, weight=st.sampled_from([0.5, 2.0]))
     def amend(self, name: str, weight: float) -> None:
@@ -160,7 +160,7 @@ def test_who_serves_what_is_not_looked_for_again_for_a_leg_more_or_less() -> Non
     pool = Pool(FakeClock(), CONFIG)
     for name in ("p1", "d1"):
         pool.add(node(name))
-        pool.admit(node(name))
+        pool.bring_up(node(name))
     before = pool.state()
     with pool.acquire("p1"):
         assert pool.state() is before
@@ -174,7 +174,7 @@ def test_a_node_that_was_given_up_is_not_looked_at_again_for_its_cool_down() -> 
     pool = Pool(clock, CONFIG)
     for name in ("p1", "d1"):
         pool.add(node(name))
-        pool.admit(node(name))
+        pool.bring_up(node(name))
     pool.give_up("d1", "silent")
     clock.advance(100)
     assert pool.view("d1").state is State.DOWN
@@ -213,7 +213,7 @@ def test_a_node_that_leaves_while_it_starts_slowly_is_not_looked_for_later() -> 
     clock = FakeClock()
     pool = Pool(clock, CONFIG)
     pool.add(node("d1"))
-    pool.admit(node("d1"))
+    pool.bring_up(node("d1"))
     assert pool.state().nodes[0].share < 1.0
     pool.remove("d1")
     clock.advance(30)

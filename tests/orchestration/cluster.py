@@ -110,7 +110,7 @@ class FakeCluster:
             capacity=capacity,
         )
         self.pool.add(node)
-        self.pool.admit(node)
+        self.pool.bring_up(node)
 
     def look_after_nodes(self) -> None:
         """As active health does: all nodes are well, but for those that refuse connections."""
@@ -120,7 +120,7 @@ class FakeCluster:
 
     def amend(self, name: str, **found: Any) -> None:
         """Something else is found out about a node."""
-        self.pool.admit(dataclasses.replace(self.pool.view(name).node, **found))
+        self.pool.bring_up(dataclasses.replace(self.pool.view(name).node, **found))
 
     async def forward(self, path: str, *, name: str = "r-1") -> ProxyResponse:
         """The answer of one node to what the proxy does not understand."""

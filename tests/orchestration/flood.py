@@ -124,7 +124,7 @@ class FloodSetup:
         for fake, (name, role) in zip(self.nodes, roles, strict=True):
             node = Node(name, fake.url, (role,), MODEL, capacity=CAPACITY)
             pool.add(node)
-            pool.admit(node)
+            pool.bring_up(node)
         config = OrchestrationConfig(queue=QueueLimits(reserve=reserve))
         self._context = OrchestrationContext(TimedTransport(self.nodes, scene.pace), pool, metrics, clock, config)
         self._orchestrator = Orchestrator(self._context)

@@ -48,7 +48,7 @@ class LoopbackCluster:
                 can_resume=fake.can_resume, capacity=capacity,
             )  # fmt: skip
             self.pool.add(entry)
-            self.pool.admit(entry)
+            self.pool.bring_up(entry)
         self.context = self.make_context(config)
         self.orchestrator = Orchestrator(self.context)
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.errors import ClientError
 from pdproxy.observe.metrics import Metrics
-from pdproxy.orchestration.request_queue import Admission, QueueLimits, QueueStatus, RequestQueue
+from pdproxy.orchestration.request_queue import QueuedPrompt, QueueLimits, QueueStatus, RequestQueue
 from pdproxy.planning.queue import Queued
 from pdproxy.planning.shares import KeyLimits, LimitsByKey
 from tests.fakes.clock import FakeClock
@@ -17,8 +17,8 @@ from tests.fakes.clock import FakeClock
 ASKED = Queued("key", 0, 10, deadline=1e9)
 
 
-def admission_of(queue: RequestQueue, asked: Queued = ASKED) -> Admission:
-    return Admission(queue, **dataclasses.asdict(asked))
+def queued_prompt(queue: RequestQueue, asked: Queued = ASKED) -> QueuedPrompt:
+    return QueuedPrompt(queue, **dataclasses.asdict(asked))
 
 
 class QueueSetup:
@@ -38,7 +38,7 @@ class QueueSetup:
         self.keys = LimitsByKey(keys)
         self.metrics = Metrics(self.registry)
         self.queue = RequestQueue(limits, self.clock, self.metrics, self.keys)
-        self.admissions: dict[str, Admission] = {}
+        self.prompts: dict[str, QueuedPrompt] = {}
         self.room: dict[str, int] = {}
         self.entered: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
@@ -68,15 +68,15 @@ class QueueSetup:
 
     async def _run(self, name: str, asked: Queued, model: str) -> None:
         end = self.ends[name] = asyncio.Event()
-        admission = self.admissions[name] = admission_of(self.queue, asked)
+        queued = self.prompts[name] = queued_prompt(self.queue, asked)
         try:
-            await admission.start_when_room(lambda _: self._take(name, model), lambda: model)
+            await queued.start_when_room(lambda _: self._take(name, model), lambda: model)
             assert self.entered.count(name) == 1
             await end.wait()
             self.room[model] = self.room.get(model, 0) + 1
         finally:
-            admission.end()
-            admission.end()
+            queued.end()
+            queued.end()
 
     def _take(self, name: str, model: str) -> bool:
         if self.room.get(model, 1000) < 1:

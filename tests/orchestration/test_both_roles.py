@@ -126,7 +126,7 @@ async def test_a_role_that_is_new_waits_for_its_tests() -> None:
     cluster.pool.change_roles("n0", BOTH)
     assert cluster.pool.joins_anew("n0")
     assert (await ask(cluster)).route == "local"
-    cluster.pool.admit(cluster.pool.configured("n0"))
+    cluster.pool.bring_up(cluster.pool.configured("n0"))
     assert not cluster.pool.joins_anew("n0")
     assert (await ask(cluster)).route == "disaggregated"
     await asyncio.sleep(0)

@@ -62,7 +62,7 @@ class CachingCluster(FakeCluster):
             fake.resumes = resumes and fake in self.decodes
             known = self.pool.view(fake.name).node
             unit = 8 if fake.resumes else 0
-            self.pool.admit(dataclasses.replace(known, prefix_match_unit=unit, block_size=8, ranks=ranks))
+            self.pool.bring_up(dataclasses.replace(known, prefix_match_unit=unit, block_size=8, ranks=ranks))
         self.pool.load = self.steady = SteadyLoad()
         source = TextPrefixSource(self.pool, self.clock)
         self.context = dataclasses.replace(self.context, prefix_source=source)
@@ -251,7 +251,7 @@ async def test_a_model_without_states_resumes_wherever_its_attention_does() -> N
     cluster = CachingCluster()
     for fake in cluster.nodes:
         dense = Capacity(100_000, None, 10, Binding.ATTENTION)
-        cluster.pool.admit(dataclasses.replace(cluster.pool.view(fake.name).node, capacity=dense))
+        cluster.pool.bring_up(dataclasses.replace(cluster.pool.view(fake.name).node, capacity=dense))
     await cluster.say(*said(0))
     await cluster.say(*said(0, 1))
     assert cluster.count("pdproxy_plans_total", reason="resumes") == 1, "the second prompt, not the third"

@@ -203,7 +203,7 @@ class Fleet:
         for name in HEALTHY:
             node = Node(name, f"http://{name}", (Role.DECODE,), MODEL)
             self.pool.add(node)
-            self.pool.admit(node)
+            self.pool.bring_up(node)
 
     def send(self, client: str, fails: Callable[[str], bool], first: str | None = None) -> None:
         """One request; ``first``: the node that its session is pinned to."""

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from pdproxy.nodes.load import Load, PlaceLoad, Work
 from pdproxy.observe.metrics import Metrics
-from pdproxy.orchestration.request_queue import Admission, QueueLimits, RequestQueue
+from pdproxy.orchestration.request_queue import QueuedPrompt, QueueLimits, RequestQueue
 from pdproxy.planning.shares import PRESENT_SECONDS, ShareUse
 from tests.fakes.timed import LoopClock, VirtualTimeLoop
 
@@ -40,7 +40,7 @@ class OneNode:
 
     def ask(self, name: str, key: str, prompt: int = 100, answer: float = 10.0) -> None:
         """A prompt of so many tokens; its answer takes so many seconds."""
-        asked = Admission(self._queue, key, 0, prompt, 1e9, prompt=prompt)
+        asked = QueuedPrompt(self._queue, key, 0, prompt, 1e9, prompt=prompt)
         self._tasks[name] = asyncio.create_task(self._answer(name, asked, answer))
 
     async def end(self) -> None:
@@ -51,7 +51,7 @@ class OneNode:
         assert self._queue.status().running == self._queue.status().waiting == 0
         assert (self._place.prompts, self._place.queued, self._place.keys) == (0, 0, {})
 
-    async def _answer(self, name: str, asked: Admission, answer: float) -> None:
+    async def _answer(self, name: str, asked: QueuedPrompt, answer: float) -> None:
         place, given = self._place, list[float]()
 
         def start(share_use: ShareUse) -> bool:

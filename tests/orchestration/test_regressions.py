@@ -24,7 +24,7 @@ def _other_model(cluster: FakeCluster) -> None:
     cluster.pool.remove("d1")
     node = Node("d1", cluster.decodes[1].url, (Role.DECODE,), "other")
     cluster.pool.add(node)
-    cluster.pool.admit(node)
+    cluster.pool.bring_up(node)
 
 
 async def test_a_stream_on_a_removed_node_that_was_the_last_of_its_model_ends_there() -> None:
@@ -57,7 +57,7 @@ async def test_giving_up_a_node_whose_model_was_renamed_leaves_its_stream_alone(
     reply = await cluster.orchestrator.answer(cluster.request(CHAT, body_for(CHAT, stream=True)))
     assert not isinstance(reply.body, bytes)
     cluster.pool.amend(dataclasses.replace(cluster.pool.configured("d0"), model="renamed"))
-    cluster.pool.admit(cluster.pool.configured("d0"))
+    cluster.pool.bring_up(cluster.pool.configured("d0"))
     for _ in range(3):
         cluster.pool.probed("d0", Fault.HEADERS_TIMEOUT, cluster.clock.now() + 1)
     assert read_answer(CHAT, await read(reply)).error is None

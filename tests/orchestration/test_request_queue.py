@@ -6,7 +6,7 @@ import pytest
 
 from pdproxy.errors import ClientError
 from pdproxy.planning.shares import KeyLimits, LimitsByKey, ShareUse
-from tests.orchestration.queue_setup import QueueSetup, admission_of, of, settle
+from tests.orchestration.queue_setup import QueueSetup, of, queued_prompt, settle
 
 
 async def test_the_queue_is_served_by_priority_then_arrival() -> None:
@@ -23,12 +23,12 @@ async def test_the_queue_is_served_by_priority_then_arrival() -> None:
 async def test_without_pressure_the_loop_gets_no_turn() -> None:
     """A coroutine that does not wait ends at its first step."""
     setup = QueueSetup()
-    admission = admission_of(setup.queue)
-    step = admission.start_when_room(lambda _: True, lambda: "m")
+    queued = queued_prompt(setup.queue)
+    step = queued.start_when_room(lambda _: True, lambda: "m")
     with pytest.raises(StopIteration):
         step.send(None)
-    assert admission.runs
-    admission.end()
+    assert queued.runs
+    queued.end()
     setup.check_empty()
 
 
@@ -196,7 +196,7 @@ async def test_prompts_cost_what_they_took_once_that_is_known() -> None:
         await setup.start(name, of(name[0]))
     await setup.end("x")
     assert setup.entered[-1] == "a1"
-    setup.admissions["a1"].correct_cost(25)
+    setup.prompts["a1"].correct_cost(25)
     await setup.end("a1", "b1")
     assert setup.entered[-1] == "b2", "a's next one has to wait for longer"
     await setup.end("b2", "b3")
@@ -274,17 +274,17 @@ async def test_one_that_has_been_cancelled_is_not_begun() -> None:
 async def test_an_error_of_the_attempt_is_its_own(error: Exception) -> None:
     setup = QueueSetup()
     await setup.start("a")
-    admission = admission_of(setup.queue)
+    queued = queued_prompt(setup.queue)
 
     def fail(_: ShareUse) -> bool:
         raise error
 
-    failing = asyncio.create_task(admission.start_when_room(fail, lambda: "m"))
+    failing = asyncio.create_task(queued.start_when_room(fail, lambda: "m"))
     await setup.start("b")
     await setup.end("a")
     with pytest.raises(type(error), match="no node"):
         await failing
-    assert not admission.runs
+    assert not queued.runs
     assert setup.entered == ["a", "b"]
     await setup.end("b")
     setup.check_empty()
@@ -295,8 +295,8 @@ async def test_what_a_prompt_really_cost_does_not_change_what_counts_as_running(
     for name in ("stays", "goes", "waits"):
         await setup.start(name)
     await setup.end("goes")
-    setup.admissions["waits"].correct_cost(10_000)
+    setup.prompts["waits"].correct_cost(10_000)
     await setup.end("waits")
-    assert setup.queue._shares._total == setup.admissions["stays"].began_with
+    assert setup.queue._shares._total == setup.prompts["stays"].began_with
     await setup.end("stays")
     setup.check_empty()

@@ -56,14 +56,14 @@ async def test_a_stream_stays_in_its_cohort_while_that_has_a_node(cohorts: tuple
     """During an upgrade the nodes of another cohort may have other weights."""
     cluster = FakeCluster(decodes=3)
     nodes = [dataclasses.replace(cluster.pool.view(f"d{place}").node, cohort=cohorts[place]) for place in range(3)]
-    cluster.pool.admit(nodes[0])
+    cluster.pool.bring_up(nodes[0])
     for node in nodes[1:]:
         cluster.pool.drain(node.name)
     reply = await _begin(cluster, CHAT)
     seen = await _pieces(reply, 3)
     for node in nodes[1:]:
         cluster.pool.rejoin(node.name)
-        cluster.pool.admit(node)
+        cluster.pool.bring_up(node)
     cluster.pool.leaving("d0").set()
     assert read_answer(CHAT, seen + await _rest(reply)).texts[0] == right(CHAT)
     assert [bool(fake.legs()) for fake in cluster.decodes][1:] == [then == 1, then == 2]
@@ -424,7 +424,7 @@ async def test_a_stream_on_the_last_resort_moves_to_a_node_that_comes() -> None:
     seen = await _pieces(reply, 3)
     assert len(cluster.decodes[0].legs()) == 1
     cluster.pool.rejoin("d1")
-    cluster.pool.admit(cluster.pool.view("d1").node)
+    cluster.pool.bring_up(cluster.pool.view("d1").node)
     cluster.pool.leaving("d0").set()
     answer = read_answer(CHAT, seen + await _rest(reply))
     assert answer.texts[0] == right(CHAT)

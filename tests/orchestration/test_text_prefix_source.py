@@ -55,7 +55,7 @@ async def test_a_prefill_leg_ends_before_the_prompt_and_keeps_its_state_earlier(
     pool = Pool(clock)
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         pool.add(Node(name, f"http://{name}", (role,), "tiny", block_size=256, prefix_match_unit=unit))
-        pool.admit(pool.view(name).node)
+        pool.bring_up(pool.view(name).node)
     source = TextPrefixSource(pool, clock)
     first, second = request(tuple(range(650))), request(tuple(range(800)))
     source.routed(first, Plan(pool.view("p").node, pool.view("d").node))

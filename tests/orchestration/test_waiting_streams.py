@@ -48,8 +48,8 @@ class Restarts:
         for node in self._nodes:
             if back:
                 node.fault = self._then
-                pool.admit(pool.view(node.name).node)
-            elif not pool.lost(node.name):
+                pool.bring_up(pool.view(node.name).node)
+            elif not pool.is_given_up(node.name):
                 pool.give_up(node.name, "refused")
 
 
@@ -122,7 +122,7 @@ async def test_another_node_takes_the_place_of_one_that_was_removed() -> None:
             cluster.transport.add(new)
             node = Node("n1", new.url, DECODE, MODEL, can_resume=True)
             cluster.pool.add(node)
-            cluster.pool.admit(node)
+            cluster.pool.bring_up(node)
         cluster.pool.remove("n0")
 
     cluster.clock.passed = passed  # type: ignore[attr-defined]

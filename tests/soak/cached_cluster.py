@@ -165,7 +165,7 @@ class CachedCluster(LoopbackCluster):
     def _join(self, name: str) -> None:
         """Its preflight is made, anew or for the first time."""
         node = self.pool.view(name).node
-        self.pool.admit(dataclasses.replace(node, hashing=HASHING, prefix_match_unit=UNIT, keeps=True))
+        self.pool.bring_up(dataclasses.replace(node, hashing=HASHING, prefix_match_unit=UNIT, keeps=True))
 
     async def _publish(self) -> None:
         while True:

@@ -79,7 +79,7 @@ async def test_a_node_that_comes_back_while_it_drains_stays(pool: Pool, sync: Di
 
 async def test_other_settings_make_it_join_again(pool: Pool, sync: DiscoverySync) -> None:
     sync.apply((ONE,))
-    pool.admit(ONE)
+    pool.bring_up(ONE)
     sync.apply((ONE,))
     assert names(pool) == {ONE.name: State.UP}
     heavy = dataclasses.replace(ONE, weight=3.0)
@@ -123,7 +123,7 @@ GOING = TEMPLATE.terminating("d1", 8000)
 
 async def test_a_node_that_terminates_is_the_last_resort_until_it_is_gone(pool: Pool, sync: DiscoverySync) -> None:
     sync.apply((ONE, TWO))
-    pool.admit(ONE)
+    pool.bring_up(ONE)
     sync.apply((GOING, TWO))
     assert names(pool)[ONE.name] is State.TERMINATING
     sync.apply((GOING, TWO))
@@ -145,7 +145,7 @@ async def test_a_node_that_terminates_before_it_has_joined_gets_no_requests(pool
 
 async def test_an_address_that_terminated_may_be_a_new_nodes(pool: Pool, sync: DiscoverySync) -> None:
     sync.apply((ONE,))
-    pool.admit(ONE)
+    pool.bring_up(ONE)
     sync.apply((GOING,))
     sync.apply((ONE,))
     assert names(pool) == {ONE.name: State.JOINING}
