@@ -5,6 +5,15 @@ hand-over costs depends on the decode place alone. Only places that have somethi
 others differ by their load alone. Of places that cost nearly the same, the request's session decides, or what they did
 lately.
 
+How `CacheAware.pair` comes to a plan: `Comparison.best_pair` finds the cheapest pair. Two other ways may be better:
+
+    `best_alone`      a node of both roles does everything        cheaper by `score`: it costs others time, too
+    `best_resuming`   a decode node goes on from its own cache    sooner by `seconds`, later turns included
+
+An `Estimate` has both: `score` is the price by which places are compared, what others lose included, and divided by the
+node's weight; `seconds` is how long this request is expected to take. Scores of one kind of cost compare; those of a
+prefill place and of a decode place that resumes do not, for the first is charged what later prompts lose.
+
 A node of both roles may compute the prompt, take it over, or do both: the best pair of two nodes is compared with the
 best node of both roles alone. Its streams are slower while it computes, which costs them (`Load.stall_weight`); so a
 prompt is computed where few streams run, and an answer is generated where few prompts are computed, where that pays.
@@ -74,7 +83,7 @@ class CacheAware:
         if role is Role.DECODE:
             cost = compared.local() if candidates.needs.partner is None else compared.hand_over
         best = compared.best(cost, candidates.open(role), compared.hits(cost.role), turn)
-        return None if best is None else compared.alone(best, compared.reason(best, role), local)
+        return None if best is None else compared.plan_alone(best, compared.reason(best, role), local)
 
     def pair(self, candidates: Candidates, turn: int) -> Plan | None:
         if not candidates.may_pair:
@@ -86,15 +95,15 @@ class CacheAware:
         prefill, decode = found
         if candidates.shared:
             alone = compared.best_alone(turn)
-            one = prefill.view is decode.view  # what is best for both is best alone
-            if alone is not None and (one or alone.score < prefill.score + decode.score):
-                return compared.alone(alone, compared.reason(alone, Role.DECODE), LocalReason.ALONE)
-        resuming = compared.resuming() if compared.hits(Role.DECODE) else None
+            is_one_node = prefill.view is decode.view  # it needs no hand-over to itself, and so serves alone
+            if alone is not None and (is_one_node or alone.score < prefill.score + decode.score):
+                return compared.plan_alone(alone, compared.reason(alone, Role.DECODE), LocalReason.ALONE)
+        resuming = compared.best_resuming() if compared.hits(Role.DECODE) else None
         if resuming is not None and (
-            resuming.seconds + compared.again(resuming, prefill) < prefill.seconds + decode.seconds
+            resuming.seconds + compared.seconds_put_off(resuming, prefill) < prefill.seconds + decode.seconds
         ):
-            return compared.alone(resuming, RouteReason.RESUMES, LocalReason.CACHED)
-        return compared.handed_over(prefill, decode)
+            return compared.plan_alone(resuming, RouteReason.RESUMES, LocalReason.CACHED)
+        return compared.plan_pair(prefill, decode)
 
 
 def _near(score: float) -> float:
@@ -126,6 +135,7 @@ class Comparison:
         if cached:
             deepest = max([hit.attention for hit, spots in cached.items() if _keep_states(spots)], default=0)
         self._deepest = deepest
+        """The longest prefix whose attention blocks any prefill place with states has; see `PrefillCost`."""
         turn = needs.next_turn
         self._lost = NOTHING_LOST if prefix is None else lost_tokens(turn, prefix.stays)
         if turn is not None and (turn.home is not None or turn.others):
@@ -186,7 +196,7 @@ class Comparison:
         hits = _having(self._hits[Role.DECODE], lambda view: len(view.node.roles) > 1)
         return self.best(self.local(), views, hits, turn)
 
-    def resuming(self) -> Estimate | None:
+    def best_resuming(self) -> Estimate | None:
         """The decode place that resumes by itself and computes the rest soonest, within the budget for its streams.
         Nodes of both roles are left to `best_alone`."""
         if self._policy.itl_budget <= 0:
@@ -201,21 +211,23 @@ class Comparison:
         return next((each for each in by_score if cost.stall(each) <= self._budget(each)), None)
 
     def _budget(self, alone: Estimate) -> float:
-        """Less where all that is cached is on a prefill place too, which then will not have what is computed now."""
+        """Seconds for which this decode place's streams may wait: the whole budget, if it can resume further than any
+        prefill place; else less, for the prefill place will lack what is computed here now."""
         whole = self._policy.itl_budget
-        return whole if self._only_there(alone) else FIRST_TURN * whole
+        return whole if self._ahead_of_prefill(alone) else FIRST_TURN * whole
 
-    def _only_there(self, alone: Estimate) -> int:
-        """How many tokens a decode place has that no prefill place has."""
+    def _ahead_of_prefill(self, alone: Estimate) -> int:
+        """How many tokens further this decode place can resume than any prefill place."""
         return max(0, alone.hit.resume - self.furthest(Role.PREFILL))
 
-    def again(self, alone: Estimate, prefill: Estimate) -> float:
-        """Seconds that prefill places will need later where a decode place computes the prompt alone now.
+    def seconds_put_off(self, alone: Estimate, prefill: Estimate) -> float:
+        """Seconds of work that prefill places must do later, if a decode place computes the prompt alone now.
 
-        That is for what this prefill place would compute now, so that a move to a place which is less busy is not
-        thought to be saved when it is put off; without what only the decode place has, which is lacking either way.
+        That is all that the chosen prefill place would compute now: it may be a less busy one that lacks much, and to
+        fill its cache is put off, not saved. Tokens that the decode place alone has cached do not count: prefill places
+        lack them whichever way the request goes.
         """
-        return self.prefill.own_seconds(self.tokens - prefill.hit.resume - self._only_there(alone))
+        return self.prefill.own_seconds(self.tokens - prefill.hit.resume - self._ahead_of_prefill(alone))
 
     def furthest(self, role: Role) -> int:
         """The most tokens of which a place of that role need not compute any."""
@@ -252,7 +264,7 @@ class Comparison:
                 near += compress(zip(scores, spots, repeat(hit)), map(most.__ge__, scores))
             elif scores[0] <= most:
                 near.append((scores[0], spots[0], hit))
-        score, spot, hit = near[0] if len(near) == 1 else self._one_of(near, turn)
+        score, spot, hit = near[0] if len(near) == 1 else self._choose_among_near(near, turn)
         if hit is NO_HIT and hits:  # its lightest rank may have something cached after all, where that hardly matters
             return _estimate(cost, spot, self._hit_at(cost.role, spot))
         return Estimate(score, cost.seconds(hit, spot, score), *spot, hit)
@@ -263,19 +275,20 @@ class Comparison:
             return False  # there is none
         return _near(least) >= cost.least_fresh(views, self.candidates.heaviest(cost.role))
 
-    def _one_of(self, near: list[_Scored], turn: int) -> _Scored:
+    def _choose_among_near(self, near: list[_Scored], turn: int) -> _Scored:
         """One place of those that cost nearly the same. A node that has something cached is there once."""
         if near[-1][2] is NO_HIT and near[0][2] is not NO_HIT:
             known = {spot[0].name for _, spot, hit in near if hit is not NO_HIT}
             near = [each for each in near if each[2] is not NO_HIT or each[1][0].name not in known]
-        return near[self._which(near, turn)]
+        return near[self._index_by_session_or_idleness(near, turn)]
 
     def _hit_at(self, role: Role, spot: Spot) -> Hit:
         return next((hit for hit, spots in self._hits[role].items() if spot in spots), NO_HIT)
 
-    def _which(self, near: Sequence[_Scored], turn: int) -> int:
-        """The session's own, where what is cached is an estimate: all turns are at one place then, and proxies find the
-        same one. Else, of a few from the turn's on, the one that did least lately: what is cached there draws more."""
+    def _index_by_session_or_idleness(self, near: Sequence[_Scored], turn: int) -> int:
+        """The session's own place, where what is cached is an estimate: all its turns are at one place then, and other
+        proxies find the same one. Else the place that did least lately, of a few from the ``turn``-th on: whatever is
+        cached there will draw more requests."""
         needs = self.candidates.needs
         if needs.session is not None and (needs.prefix is None or needs.prefix.source is HitSource.APPROXIMATION):
             return own_index([spot[0] for _, spot, _ in near], needs.session)
@@ -300,7 +313,7 @@ class Comparison:
             return RouteReason.CACHED
         return RouteReason.BRANCH if chosen.hit.attention else RouteReason.NOTHING_CACHED
 
-    def handed_over(self, prefill: Estimate, decode: Estimate) -> Plan:
+    def plan_pair(self, prefill: Estimate, decode: Estimate) -> Plan:
         """One place computes the prompt, and another one takes it over."""
         return Plan(
             prefill.view.node, decode.view.node, None, None, None,
@@ -310,7 +323,7 @@ class Comparison:
             self.tokens - prefill.hit.resume, prefill.seconds, decode.seconds,
         )  # fmt: skip
 
-    def alone(self, chosen: Estimate, reason: RouteReason, local: LocalReason | None) -> Plan:
+    def plan_alone(self, chosen: Estimate, reason: RouteReason, local: LocalReason | None) -> Plan:
         """One place does everything."""
         return Plan(
             None, chosen.view.node, local, None, None, None, self._rank(chosen),

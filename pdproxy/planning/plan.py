@@ -1,7 +1,7 @@
 """Which nodes a request goes to, and whether to disaggregate at all: pure, decided by the pool's state before any I/O.
 
-What is possible stands here, and so does the simplest policy for choosing among it, `LeastLoaded`, on which `session`
-falls back. `policies` has all of them by name.
+Plans that are possible stand here; a policy chooses among them. `policies` has all policies by name: the default is
+`cache_aware.CacheAware`. The simplest one, `LeastLoaded`, stands here, for `session` falls back on it.
 """
 
 import dataclasses
