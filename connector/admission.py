@@ -15,15 +15,23 @@ come back by themselves, when requests that run have ended. In four cases they d
   keeps its other blocks while it waits for that one. Loads that fill the cache to the last block then wait for each
   other, and no request runs that could end.
 
-`AdmissionControl` changes a connector's answer to `get_num_new_matched_tokens` in these cases:
+`AdmissionControl` changes a connector's answer to `get_num_new_matched_tokens` in these cases. vLLM takes None as "not
+known yet": it skips the request in this step, offers the step to the one behind it, and asks again in the next step. It
+takes 0 as "nothing to load", and computes the prompt. The first that holds counts (`AdmissionControl.answer`):
 
-    the request cannot fit before a quarantine ends         None: vLLM skips it in this step, and asks the next one
-    it may not fit into the unused cache beside the copies
-    of blocks inside which a local hit ends                 None, once: such hits leave the prefix cache
-    its load has failed, and it may not fit now             None, once: vLLM puts it behind requests that hold blocks
-    its load may fill the cache, and no request computes    None: vLLM skips it in this step; 0 in an unused cache
-    its load was offered and not admitted,
-    and a request whose load failed waits (this one, too)   0: the prompt is computed, which no reservation hinders
+    when                                                  answer      what follows
+    the request may not fit into the whole cache beside   None once   such hits leave the prefix cache; the next answer
+    copies of blocks inside which its local hit ends                  goes by a hit that ends at a block
+    it cannot fit before a quarantine ends                None        it is asked about in each step until that ends
+    its load has just failed, and it may not fit now      None once   vLLM has it wait behind those that hold blocks
+    its load may fill the cache, and no request           None        it waits until others that hold blocks have ended
+    computes that could end and free some                 0           the same in an unused cache, where none will end
+    its load was offered and not admitted, and a load     0           a prompt that is computed needs no reservation,
+    that failed has left a reservation (its own, too),                and so the failed load's does not hinder it
+    or only a quarantine holds blocks
+
+"Once": the request is remembered, so that the next step gets the connector's own answer, or another row's.
+"In an unused cache" (`_Room.is_unused`) nothing but quarantines holds blocks: no request can end and make more room.
 """
 
 from __future__ import annotations
@@ -40,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.pdproxy.scheduler")
 
-_ASIDE = (
+_SET_ASIDE = (
     "Request %s waits, and others pass it: it needs at least %d blocks; transfers that were given up, and whose "
     "prefill node or tier does not answer, hold %d, and leave %d."
 )
@@ -90,15 +98,16 @@ class AdmissionControl:
         self._quarantined = quarantined
         self._local_hits = local_hits
         self._pool: FreeBlocks | None = None
-        self._offered: set[str] = set()
+        self._offered_loads: set[str] = set()
         self._loading: set[str] = set()
         self._computing: set[str] = set()
         self._failed: set[str] = set()
-        self._refused: dict[str, tuple[int, int]] = {}
-        """Blocks in quarantine, and admissions so far, when vLLM refused the request."""
-        self._looked_through: set[str] = set()
+        self._tried_alone: dict[str, tuple[int, int]] = {}
+        """Blocks in quarantine, and admissions so far, when the request was left to vLLM in an unused cache. If vLLM
+        asks about it again with both the same, it did not fit."""
+        self._searched: set[str] = set()
         """Requests whose hits inside a block were looked for; that takes a look at each hash of the prompt."""
-        self._aside: set[str] = set()
+        self._set_aside: set[str] = set()
         self._admitted = 0
 
     def bind(self, pool: FreeBlocks) -> None:
@@ -107,7 +116,7 @@ class AdmissionControl:
 
     def __len__(self) -> int:
         """How many requests have an entry here."""
-        return len(frozenset().union(*self._sets(), self._refused))
+        return len(frozenset().union(*self._sets(), self._tried_alone))
 
     def answer(self, request: Request, answer: Answer) -> Answer:
         """The connector's answer, or another one, where this would hold others up."""
@@ -125,7 +134,7 @@ class AdmissionControl:
 
     def on_admitted(self, request_id: str, tokens: int) -> None:
         """vLLM has allocated the request's blocks; `tokens` are loaded into them."""
-        loads = tokens > 0 and request_id in self._offered
+        loads = tokens > 0 and request_id in self._offered_loads
         self.forget(request_id)
         self._admitted += 1
         (self._loading if loads else self._computing).add(request_id)
@@ -134,11 +143,11 @@ class AdmissionControl:
         """The request has ended."""
         for requests in self._sets():
             requests.discard(request_id)
-        self._refused.pop(request_id, None)
+        self._tried_alone.pop(request_id, None)
 
     def _sets(self) -> tuple[set[str], ...]:
         """All that remember requests by their ids alone."""
-        return self._offered, self._loading, self._computing, self._failed, self._looked_through, self._aside
+        return self._offered_loads, self._loading, self._computing, self._failed, self._searched, self._set_aside
 
     def _has_just_failed(self, request_id: str) -> bool:
         """Whether the request's load has failed since it was asked about last: vLLM asks again only then, for what was
@@ -149,42 +158,42 @@ class AdmissionControl:
         self._failed.add(request_id)
         return True
 
-    def _was_refused(self, request_id: str, room: _Room) -> bool:
-        """Whether vLLM has refused the request while nothing but quarantines held blocks, and nothing has changed: the
-        quarantine is the same, and nothing was admitted since, which may change the prefix cache."""
-        return self._refused.get(request_id) == (room.held, self._admitted)
+    def _did_not_fit_alone(self, request_id: str, room: _Room) -> bool:
+        """Whether vLLM could not admit the request while nothing but quarantines held blocks, and nothing has changed:
+        the quarantine is the same, and nothing was admitted since, which may change the prefix cache."""
+        return self._tried_alone.get(request_id) == (room.held, self._admitted)
 
     def _forgets_partial_hits(self, request: Request, room: _Room) -> bool:
         """Whether hits that end inside a block may be in the way, and have left the prefix cache."""
         request_id = request.request_id
         if self._sizes.with_copies(request.num_tokens) <= room.reachable:
             return False
-        if request_id in self._looked_through and not self._was_refused(request_id, room):
+        if request_id in self._searched and not self._did_not_fit_alone(request_id, room):
             return False
-        self._looked_through.add(request_id)
+        self._searched.add(request_id)
         if not self._local_hits.forget_partial_hits(request):
             return False
-        self._refused.pop(request_id, None)
+        self._tried_alone.pop(request_id, None)
         log.warning(_NO_PARTIAL_HIT, request_id)
         return True
 
     def _waits_for_quarantine(self, request: Request, room: _Room) -> bool:
         """Whether the request does not fit even while nothing but quarantines holds blocks.
 
-        `SequenceBlocks.least` may be a little less than what vLLM asks for, so vLLM's own refusal at such a time
-        counts, too. A request that was preempted needs its next block as well: without it, it would be preempted again
-        before its next token.
+        `SequenceBlocks.least` may be a little less than what vLLM asks for, so it counts, too, if vLLM could not admit
+        the request at such a time. A request that was preempted needs its next block as well: without it, it would be
+        preempted again before its next token.
         """
         if not room.held:
-            self._aside.clear()
+            self._set_aside.clear()
             return False
         request_id = request.request_id
         needed = (self._sizes.most if request.num_preemptions else self._sizes.least)(request.num_tokens)
-        if needed <= room.reachable and not self._was_refused(request_id, room):
+        if needed <= room.reachable and not self._did_not_fit_alone(request_id, room):
             return False
-        if request_id not in self._aside:
-            log.warning(_ASIDE, request_id, needed, room.held, room.reachable)
-        self._aside.add(request_id)
+        if request_id not in self._set_aside:
+            log.warning(_SET_ASIDE, request_id, needed, room.held, room.reachable)
+        self._set_aside.add(request_id)
         return True
 
     def _offer(self, request: Request, answer: Answer, room: _Room) -> Answer:
@@ -192,12 +201,12 @@ class AdmissionControl:
         fills_up = loads and self._may_fill_up(request, room)
         if fills_up and not room.is_unused:
             return None, False
-        hindered = request_id in self._offered and (bool(self._failed) or (room.held > 0 and room.is_unused))
+        hindered = request_id in self._offered_loads and (bool(self._failed) or (room.held > 0 and room.is_unused))
         if loads and not fills_up and not hindered:
-            self._offered.add(request_id)
+            self._offered_loads.add(request_id)
             return answer
         if room.is_unused:
-            self._refused[request_id] = (room.held, self._admitted)
+            self._tried_alone[request_id] = (room.held, self._admitted)
         if loads:
             log.warning(_NO_LOAD, request_id)
             return 0, False

@@ -8,8 +8,10 @@ Scheduler process: `scheduler.ConnectorScheduler`, on the engine's thread, one p
         does vLLM's own on_new_request run (truncation on the prefill node, heartbeats on the decode node).
         Before all of it `resumed_requests` carries out a resume order, if the request has one. After it `keeps` looks
         up what the prompt will resume from, which from now on is evicted last.
-    schedule ─ get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta ──► vLLM's; then
-        `metadata.ConnectorMetadata` adds a `ReadOrder` for each read, the readers of each new lease, the releases.
+    schedule ─ get_num_new_matched_tokens ──► ours alone: how much of the ticket is read beyond what the node has
+        cached, as `admission` allows.
+    schedule ─ update_state_after_alloc, build_connector_meta ──► vLLM's; then `metadata.ConnectorMetadata` adds a
+        `ReadOrder` for each read, the readers of each new lease, the releases.
     update_from_output ─ update_connector_output ──► first `metadata.WorkerReport` (reads seen → `leases`; reads ended →
         `decode_reads`: count, quarantine), then `finished_sending` → the lease ends; vLLM frees blocks after it.
     request end ─ request_finished_all_groups ──► `prefill_tickets` issues the signed `ticket` and opens a lease;

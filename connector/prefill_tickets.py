@@ -160,7 +160,11 @@ class TicketIssuer:
         return True
 
     def release(self, hand_over: str) -> None:
-        """End everything under this id: leases now, running requests at their end, later ones on arrival."""
+        """End everything under this id: leases in the next step, running requests at their end, later ones on arrival.
+
+        The order goes to the workers with the step's metadata (`pop_orders`). They end the lease
+        (`worker.ConnectorWorker._get_new_notifs`), and vLLM's scheduler then frees the blocks.
+        """
         for request_id in self._hand_overs.release(hand_over, self._now()):
             alias = self._aliases.alias(request_id)
             if alias is not None and self._leases.request_release(alias):
@@ -224,7 +228,11 @@ class TicketIssuer:
                 self._leases.record_reads(alias, reads)
 
     def on_finished_sending(self, request_ids: Iterable[str]) -> None:
-        """vLLM is about to free these requests' blocks."""
+        """Record that these requests' leases have ended. vLLM frees the blocks next (`Scheduler._free_blocks`).
+
+        The workers say which have ended: all readers have read, a release was ordered, or nobody has read within
+        `kv_lease_duration` (`_reap_expired_send_leases` of vLLM's NIXL worker).
+        """
         for request_id in request_ids:
             alias = self._aliases.alias(request_id)
             ended = None if alias is None else self._leases.end(alias, self._now())

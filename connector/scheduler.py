@@ -196,6 +196,11 @@ class ConnectorScheduler(SchedulerBase, NixlPullConnectorScheduler):
         return self.admission.answer(request, self._offer(request, num_computed_tokens))
 
     def _offer(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """The ticket's tokens beyond `num_computed_tokens`, the hit of this node's own cache.
+
+        vLLM counts that hit by the attention blocks alone, for the read brings the state: its NIXL connector says so by
+        `supports_divergent_local_hybrid_hits`, and `KVCacheManager.get_computed_blocks_for_connector` looks it up.
+        """
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode") and not self._shared.admits(request.request_id, self._blocks(request)):
             return None, False

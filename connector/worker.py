@@ -4,8 +4,8 @@ What is overridden, and why:
     start_load_kv          puts each read's nonce behind the request id that vLLM's notif carries; leases, releases
     _read_blocks_for_req   a ticket that vLLM's own code cannot pair fails its request, not the engine
     _get_new_notifs        junk and forged notifs end nothing; what they name are aliases
-    get_transfer_results   a read that has completed waits for its verdict; one that hangs is given up
-    _pop_done_transfers    a step that computes nothing waits a moment for the end of a read
+    get_transfer_results   a read that has completed waits for its verdict; one that hangs is given up; a step that
+                           computes nothing waits a moment for the end of a read
     _engines_with_inflight_transfers               a given-up read's engine stays registered while its transfer is live
     __init__, register_kv_caches, shutdown, _nixl_handshake    see `worker_base`
 vLLM's descriptor building is left alone.
@@ -248,6 +248,7 @@ class ConnectorWorker(WorkerBase, NixlPullConnectorWorker):
     # ---- leases
 
     def _get_new_notifs(self) -> set[str]:
+        """The requests whose leases end now: every reader has read, or the scheduler has ordered a release."""
         for messages in self.nixl_wrapper.get_new_notifs().values():
             for message in messages:
                 self._on_notif(message)

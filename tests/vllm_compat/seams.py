@@ -1,7 +1,9 @@
 """The seams with vLLM that are written down by hand. `check` adds those that are found in the connector's source.
 
-vLLM promises none of what is listed here. Methods that the connector overrides are found in its source as well, and the
-test compares: a hook that vLLM renames would otherwise pass for a method of our own.
+vLLM promises none of what is listed here. `test_seams` compares all seams between the tested versions. Methods that the
+connector overrides are found in its source, too, and `test_every_override_of_the_list_is_one` compares them with
+`OVERRIDES`: a hook that vLLM renames would otherwise pass for a method of our own. Methods that the connector wraps in
+place, and overrides in no class of its own, stand in `UNSEEN`.
 """
 
 from collections.abc import Mapping
@@ -73,7 +75,11 @@ OVERRIDES: Mapping[str, str] = {
     f"{V1}.base:KVConnectorWorkerMetadata": "aggregate",
     FREE_QUEUE: "append_n popleft_n remove",
 }
-"""Class of vLLM → its methods that the connector overrides."""
+"""Class of vLLM → its methods that the connector overrides.
+
+`supports_divergent_local_hybrid_hits` stands here for MultiConnector alone. NixlPullConnector's own is inherited, and
+is True: vLLM then counts a local hit by attention blocks alone. `ConnectorScheduler._offer` subtracts whatever vLLM
+counts."""
 
 UNSEEN: Mapping[str, Mapping[str, str]] = {
     HAND_OVERS: {
