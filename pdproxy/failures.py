@@ -102,9 +102,12 @@ class RetryOptions:
                 return True
 
 
-def decide(leg: Leg, moment: Moment, fault: Fault, chances: RetryOptions) -> Step:
-    """The next step, by the table."""
-    return next(step for step in FAILURE_TABLE[leg, moment, fault].steps if chances.allow(step))
+def decide(leg: Leg, moment: Moment, fault: Fault, options: RetryOptions) -> Step:
+    """The next step after a leg has failed, by the table.
+
+    A stream whose node leaves without a fault (drain, removal, given up) is moved by `orchestration.relay` alone.
+    """
+    return next(step for step in FAILURE_TABLE[leg, moment, fault].steps if options.allow(step))
 
 
 def final_step(leg: Leg, moment: Moment, fault: Fault) -> Step:

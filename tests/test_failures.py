@@ -46,7 +46,7 @@ def test_without_any_chance_the_last_step_is_left(key: tuple[Leg, Moment, Fault]
 
 
 @pytest.mark.parametrize(
-    ("leg", "fault", "chances", "step"),
+    ("leg", "fault", "options", "step"),
     [
         (Leg.PREFILL, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 1, False, 0, False), Step.OTHER_PREFILL),
         (Leg.PREFILL, Fault.RESET, RetryOptions(OnPrefillFailure.RETRY, 0, False, 0, False), Step.LOCAL),
@@ -65,14 +65,14 @@ def test_without_any_chance_the_last_step_is_left(key: tuple[Leg, Moment, Fault]
         (Leg.RELEASE, Fault.REFUSED, RetryOptions(OnPrefillFailure.RETRY, 1), Step.LEASE_END),
     ],
 )
-def test_the_first_step_that_is_possible_is_taken(leg: Leg, fault: Fault, chances: RetryOptions, step: Step) -> None:
-    assert decide(leg, Moment.OPENING, fault, chances) is step
+def test_the_first_step_that_is_possible_is_taken(leg: Leg, fault: Fault, options: RetryOptions, step: Step) -> None:
+    assert decide(leg, Moment.OPENING, fault, options) is step
 
 
 @pytest.mark.parametrize(("moves", "continuable"), [(0, True), (1, False)])
 def test_a_stream_moves_only_while_it_may_and_can(moves: int, continuable: bool) -> None:
-    chances = RetryOptions(OnPrefillFailure.RETRY, 0, False, moves, continuable)
-    assert decide(Leg.DECODE, Moment.STREAMING, Fault.RESET, chances) is Step.ERROR_EVENT
+    options = RetryOptions(OnPrefillFailure.RETRY, 0, False, moves, continuable)
+    assert decide(Leg.DECODE, Moment.STREAMING, Fault.RESET, options) is Step.ERROR_EVENT
     able = RetryOptions(OnPrefillFailure.RETRY, 0, False, 1, continuable=True)
     assert decide(Leg.DECODE, Moment.STREAMING, Fault.RESET, able) is Step.MIGRATE
 

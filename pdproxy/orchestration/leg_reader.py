@@ -1,12 +1,16 @@
 """Reads the stream of one decode leg: bytes from the node in, bytes for the client out.
 
-An event goes one of four ways, the cheapest first:
+An event goes one of four ways, the cheapest first. Each falls back on the next one:
 
 1. As it is framed: nearly every read is one chunk with one event that differs from the one before in its text alone,
-   or several of them. It goes to the client as it is, without its records (`stream.scan`).
-2. Like the last one, where a chunk holds several, or parts of one.
-3. By its bytes: it holds nothing that ends or changes the stream (`Transcript.passes`).
-4. Read: as the first event, the last ones, errors and usage.
+   or several of them. It goes to the client as it is, without its records (`stream.scan`): `_pass_framed_read`.
+2. Like the last one, where a chunk holds several, or parts of one: `_pass_like_last`.
+3. By its bytes: it holds nothing that ends or changes the stream (`Transcript.passes`): `_pass_one_event`.
+4. Read, as the first event, the last ones, errors and usage: `_frame_and_read`, which gives each event of a piece to
+   `_hold_or_commit`, and so to `_client_part_of_event`.
+
+A *read* is the bytes that came from the socket at once, with HTTP's chunk framing; a *piece* is a part of the body,
+without it. *Passing* means that bytes go to the client as they came. `_client_part` takes a piece by the ways 2 to 4.
 """
 
 import operator
@@ -51,7 +55,7 @@ class LegReader:
         "_held",
         "_journal",
         "_like_last",
-        "_passed_on",
+        "_on_piece",
         "_pending_error",
         "_response",
         "_scan",
@@ -81,7 +85,7 @@ class LegReader:
         self._journal = journal
         self._scan = scan
         self._chunk_sink: Sink | None = None
-        self._passed_on: Sink | None = None
+        self._on_piece: Sink | None = None
         self._framer = Framer()
         self._held: list[bytes] = []
         """Events whose record has not come yet."""
@@ -121,53 +125,53 @@ class LegReader:
                 raise
             piece = None  # cut after its end: nothing is missing
         if piece is not None:
-            return self._take(piece)
-        self._check_held()
+            return self._client_part(piece)
+        self._raise_held_error()
         if not self._transcript.ended:
             raise NodeFault(Fault.RESET, "the body ended before the stream did")
         self.ended = True
         return b""
 
-    async def pipe_to(self, sink: Sink, passed_on: Sink, chunk_sink: Sink | None = None) -> None:
+    async def pipe_to(self, sink: Sink, on_piece: Sink, chunk_sink: Sink | None = None) -> None:
         """Write what the client sees of each piece, until one needs `read_next`: error or end.
 
-        ``passed_on`` is called with each, which may be empty, once it is written; False: leave the next to `read_next`.
+        ``on_piece`` is called with each, which may be empty, once it is written; False: leave the next to `read_next`.
         All of it runs within the callback that read the piece from the node's socket. What is framed as it goes to the
         client is written to ``chunk_sink``, where there is one.
         """
 
         def write(piece: bytes) -> bool:
             try:
-                seen = self._take(piece)
+                seen = self._client_part(piece)
             except NodeFault as fault:
                 self._pending_error = untraced(fault)
                 return False
             written = not seen or sink(seen)
-            return passed_on(seen) and written and self._pending_error is None
+            return on_piece(seen) and written and self._pending_error is None
 
         if self.has_begun and self._pending_error is None and not self.ended:
-            self._chunk_sink, self._passed_on = chunk_sink, passed_on
+            self._chunk_sink, self._on_piece = chunk_sink, on_piece
             try:
-                await self._response.pipe_to(write, None if chunk_sink is None else self._pass_chunk)
+                await self._response.pipe_to(write, None if chunk_sink is None else self._pass_framed_read)
             finally:
-                self._chunk_sink = self._passed_on = None
+                self._chunk_sink = self._on_piece = None
 
-    def _pass_chunk(self, read: bytes) -> bool | None:
+    def _pass_framed_read(self, read: bytes) -> bool | None:
         """Write a read that is one chunk with one event like the last one, and, with a journal, its record; or several
         such chunks, as they come where the proxy is busy. None for any other read."""
         like, journal = self._like_last, self._journal
-        if like is None or self._chunk_sink is None or self._passed_on is None:
+        if like is None or self._chunk_sink is None or self._on_piece is None:
             return None
         if journal is None:
             chunk = self._scan.plain(read, like.head, like.tail)
         else:
             chunk = self._scan.journaled(read, like.head, like.tail, journal.kept, journal.most)
-        if chunk is None and (chunk := self._scan_several(like, read)) is None:
+        if chunk is None and (chunk := self._scan_chunks(like, read)) is None:
             return None
         written = self._chunk_sink(chunk)
-        return self._passed_on(chunk) and written
+        return self._on_piece(chunk) and written
 
-    def _scan_several(self, like: Likeness, read: bytes) -> bytes | None:
+    def _scan_chunks(self, like: Likeness, read: bytes) -> bytes | None:
         """The client's part of a read of several such chunks; None, and no record is kept, where one is another.
 
         No such chunk has a line end of HTTP's within it, and whether its size is right, its scan finds out.
@@ -195,11 +199,11 @@ class LegReader:
         """The bytes that were held back for a usage event that did not come."""
         return b"" if self._usage_filter is None else self._usage_filter.flush()
 
-    def _take(self, piece: bytes) -> bytes:
-        """The client's part of a piece. Nearly every piece is one event like the last one, and its record."""
+    def _client_part(self, piece: bytes) -> bytes:
+        """The bytes of a piece that the client gets. Nearly every piece is one event like the last, and its record."""
         like, journal = self._like_last, self._journal
         if like is None:
-            return self._take_one(piece) if self._at_boundary else self._take_any(piece)
+            return self._pass_one_event(piece) if self._at_boundary else self._frame_and_read(piece)
         end = like.end_in(piece, 0)
         if journal is None:
             if end == len(piece):
@@ -207,9 +211,9 @@ class LegReader:
         elif end and piece.find(b"\n\n", end) == len(piece) - 2:
             journal.append_right(piece[end - _COUNT : -2])
             return piece[: end - _RECORD]
-        return self._take_several(like, piece, end) if end else self._take_one(piece)
+        return self._pass_like_last(like, piece, end) if end else self._pass_one_event(piece)
 
-    def _take_several(self, like: Likeness, piece: bytes, end: int) -> bytes:
+    def _pass_like_last(self, like: Likeness, piece: bytes, end: int) -> bytes:
         """The client's part of a piece that begins with an event like the last one, which ends at ``end``."""
         events: list[bytes] = []
         records: list[bytes] = []
@@ -229,58 +233,58 @@ class LegReader:
         if journal is not None and records:
             journal.append_right(b",".join(records))
         seen = b"".join(events)
-        return seen if at == len(piece) else seen + self._take_one(piece[at:])
+        return seen if at == len(piece) else seen + self._pass_one_event(piece[at:])
 
-    def _take_one(self, piece: bytes) -> bytes:
+    def _pass_one_event(self, piece: bytes) -> bytes:
         """The client's part of a piece that may be one event and its record."""
         if self._journal is None:
-            return piece if self._passes(piece) else self._take_any(piece)
+            return piece if self._passes_as_it_is(piece) else self._frame_and_read(piece)
         found = record_of_one(piece)
-        if found is None or not self._passes(found[0]):
-            return self._take_any(piece)
+        if found is None or not self._passes_as_it_is(found[0]):
+            return self._frame_and_read(piece)
         self._journal.append_right(found[1])
         return found[0]
 
-    def _take_any(self, piece: bytes) -> bytes:
-        """The client's part of any piece."""
-        seen = b"".join(map(self._take_block, self._framer.feed(piece)))
+    def _frame_and_read(self, piece: bytes) -> bytes:
+        """The bytes of any piece that the client gets, event by event; what is incomplete waits for the next piece."""
+        seen = b"".join(map(self._hold_or_commit, self._framer.feed(piece)))
         whole = not self._framer.rest and not self._held
-        self._at_boundary = whole and self.has_data_event and self._pending_error is None and not self._is_holding()
+        self._at_boundary = whole and self.has_data_event and self._pending_error is None and not self._holds_usage()
         if not self._at_boundary:
             self._like_last = None
         return seen
 
-    def _passes(self, raw: bytes) -> bool:
+    def _passes_as_it_is(self, raw: bytes) -> bool:
         """Whether bytes are one event that passes as it is; the next one may be like it."""
         passes = self._transcript.passes(raw)
         if passes:
             self._like_last = Likeness.of(raw, b"" if self._journal is None else RECORD_OF_ONE)
         return passes
 
-    def _is_holding(self) -> bool:
+    def _holds_usage(self) -> bool:
         return self._usage_filter is not None and self._usage_filter.held != b""
 
-    def _take_block(self, raw: bytes) -> bytes:
+    def _hold_or_commit(self, raw: bytes) -> bytes:
         """The client's part of one event, record or comment. Events wait for their record, comments do not."""
         journal = self._journal
         if journal is None or self._pending_error is not None:
-            return self._take_event(raw)
+            return self._client_part_of_event(raw)
         if _IS_COMMENT(raw):
             record = record_in(raw)
             if record is not None:
-                return self._commit(journal, record)
+                return self._commit_held(journal, record)
             if not self._held:
-                return self._take_event(raw)
+                return self._client_part_of_event(raw)
         self._held.append(raw)
         if len(self._held) > 1 and sum(map(len, self._held)) > EVENT_BYTES:
             raise NodeFault(Fault.INVALID_BODY, "the events of the stream have no record")
         return b""
 
-    def _commit(self, journal: Journal, record: bytes) -> bytes:
+    def _commit_held(self, journal: Journal, record: bytes) -> bytes:
         """A record came. What the client sees of the events that it commits; nothing where one of them is an error."""
         held, self._held = self._held, []
         before = self._transcript.checkpoint()
-        seen = b"".join(map(self._take_event, held))
+        seen = b"".join(map(self._client_part_of_event, held))
         if self._pending_error is not None:
             self._transcript.rollback(before)
             return b""
@@ -288,25 +292,25 @@ class LegReader:
         journal.append(record, len(held) - sum(map(_IS_COMMENT, held)))
         return seen
 
-    def _check_held(self) -> None:
+    def _raise_held_error(self) -> None:
         """Raise the error that the node may have reported in what has no record, at the end of the body."""
         if self._held and not self._transcript.ended:
             before = self._transcript.checkpoint()
             for raw in self._held:
-                self._take_event(raw)
+                self._client_part_of_event(raw)
             self._transcript.rollback(before)
             if self._pending_error is not None:
                 raise untraced(self._pending_error)
 
-    def _take_event(self, raw: bytes) -> bytes:
+    def _client_part_of_event(self, raw: bytes) -> bytes:
         if self._pending_error is not None:
             return b""
-        if self.has_data_event and self._passes(raw) and not self._is_holding():
+        if self.has_data_event and self._passes_as_it_is(raw) and not self._holds_usage():
             return raw
         event = short_event_of(raw)
-        return raw if event.data is None else self._read(event, event.data)
+        return raw if event.data is None else self._read_event(event, event.data)
 
-    def _read(self, event: Event, data: bytes) -> bytes:
+    def _read_event(self, event: Event, data: bytes) -> bytes:
         self._like_last = None
         if self._transcript.ended and self._transcript.endpoint in CHUNKED:
             return b""
@@ -315,7 +319,7 @@ class LegReader:
             if self._usage_filter is not None and self._usage_filter.is_usage_event(data):
                 return self._usage_filter.on_usage_event(data)
         try:
-            self._check(data)
+            self._check_json(data)
             seen = self._transcript.take(event)
         except NodeFault as fault:
             if not self.has_data_event:
@@ -326,7 +330,7 @@ class LegReader:
         self.has_data_event = self.has_begun = True
         return seen if self._usage_filter is None else self._usage_filter.feed(data, seen)
 
-    def _check(self, data: bytes) -> None:
+    def _check_json(self, data: bytes) -> None:
         """The first event must be a JSON object; of the others only both ends are looked at.
 
         Of completions and chat the transcript parses the first event itself.

@@ -80,7 +80,7 @@ class Relay:
     async def pipe_to(self, sink: Sink, chunk_sink: Sink | None = None) -> None:
         """See `ResponseStream`. Returns where the node leaves, fails or ends its answer: the next read decides."""
         if self._leg_reader is not None and not self._ready and not self._leaving.is_set():
-            await self._leg_reader.pipe_to(sink, self._passed_on, chunk_sink)
+            await self._leg_reader.pipe_to(sink, self._on_piece, chunk_sink)
 
     async def aclose(self) -> None:
         """End the legs, release what they hold. Idempotent."""
@@ -138,13 +138,13 @@ class Relay:
         try:
             self._upstream.remaining_seconds()
             if self._leaving.is_set() and (move := self._move_now()) is not None:
-                return await self._migrate(move)
+                return await self._move(move)
             piece = await leg_reader.read_next()
         except NodeFault as fault:
             return await self._on_fault(leg_reader, node_down_fault() if self._node_down else fault)
         except ClientError as error:
             return await self._fail(error)
-        self._passed_on(piece)
+        self._on_piece(piece)
         return piece
 
     def _on_node_down(self) -> None:
@@ -166,7 +166,7 @@ class Relay:
         move = None if self._continuity.complete else self._continuity.possible_move(name)
         return None if move is None or not self._upstream.nodes.other_than(name, move) else move
 
-    def _passed_on(self, piece: bytes) -> bool:
+    def _on_piece(self, piece: bytes) -> bool:
         """Something came from the node, and this of it goes to the client; whether the stream stays on the node."""
         now = self._now()
         if piece:
@@ -200,9 +200,9 @@ class Relay:
         step = decide(Leg.DECODE, Moment.STREAMING, fault.fault, options)
         self._context.metrics.step_taken(Leg.DECODE, fault.fault, step)
         self._upstream.show_broken_stream(fault, step)
-        return await (self._migrate(move) if step is Step.MIGRATE and move is not None else self._fail(fault))
+        return await (self._move(move) if step is Step.MIGRATE and move is not None else self._fail(fault))
 
-    async def _migrate(self, move: Move) -> bytes:
+    async def _move(self, move: Move) -> bytes:
         """Go on at another node from what the client has."""
         self._node_down, left = False, self._upstream.node_name
         self._record_move()
@@ -221,7 +221,7 @@ class Relay:
         self._context.metrics.migrated(Attempt.SUCCEEDED)
         note_event("moved", {"move": move.value, "from_node": left, "to_node": self._upstream.node_name})
         self._moved = move
-        self._passed_on(first_event)
+        self._on_piece(first_event)
         return first_event
 
     def _record_move(self) -> None:

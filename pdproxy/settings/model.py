@@ -2,6 +2,9 @@
 
 Times are seconds, sizes are bytes. A model that exists is valid: each field by its type, and those that must go
 together by the validators here.
+
+After a change here, `make generate` writes docs/settings.md, its JSON schema, and the schema of the chart's values, in
+which these settings are `proxy.settings`. `app.build` hands each value to the part that uses it.
 """
 
 from typing import Any, Self
@@ -274,7 +277,7 @@ class Health(Section):
     """Part of a role's nodes that may be out for their silence at once; one always may, if another is left.
     It does not limit prefill nodes while a decode node can compute their prompts."""
     cool_down: types.Seconds = Field(default=10.0, gt=0)
-    """Until a node with an open circuit is probed."""
+    """Until a node that legs failed on gets one request on trial; twice as long after each trial that fails."""
     slow_start: types.Seconds = Field(default=30.0, ge=0)
     """Over which a node that came back gets its full share."""
     first_hand_over: types.FirstHandOver = types.FirstHandOver.KNOWN_ANSWER
