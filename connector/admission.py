@@ -99,16 +99,22 @@ class AdmissionControl:
         self._local_hits = local_hits
         self._pool: FreeBlocks | None = None
         self._offered_loads: set[str] = set()
+        """Requests whose load was offered to vLLM, which has not admitted them yet."""
         self._loading: set[str] = set()
+        """Admitted requests whose load is under way, or has ended well."""
         self._computing: set[str] = set()
+        """Admitted requests that load nothing: they compute, and free their blocks when they end."""
         self._failed: set[str] = set()
+        """Requests whose load has failed, and which wait to be admitted again."""
         self._tried_alone: dict[str, tuple[int, int]] = {}
         """Blocks in quarantine, and admissions so far, when the request was left to vLLM in an unused cache. If vLLM
         asks about it again with both the same, it did not fit."""
         self._searched: set[str] = set()
         """Requests whose hits inside a block were looked for; that takes a look at each hash of the prompt."""
         self._set_aside: set[str] = set()
+        """Requests that wait for a quarantine, of which the log has a line."""
         self._admitted = 0
+        """Admissions so far."""
 
     def bind(self, pool: FreeBlocks) -> None:
         """vLLM's block pool, before the first request."""

@@ -95,7 +95,8 @@ class HealthCheck:
         self._timeouts = Timeouts(connect=timeout, headers=timeout, stall=timeout, whole=timeout)
         self._visiting: set[str] = set()
         self._visited: dict[str, float] = {}
-        self._refused: set[str] = set()
+        self._refused_connection: set[str] = set()
+        """Nodes whose host refused a connection: another process may answer there next, which has to join anew."""
         self._progress: dict[str, EngineProgress] = {}
 
     async def run(self) -> None:
@@ -118,7 +119,7 @@ class HealthCheck:
 
     def _is_due(self, view: NodeView, now: float) -> bool:
         joins = view.state is State.JOINING or self._pool.joins_anew(view.name)
-        doubtful = view.name in self._refused and not self._pool.is_given_up(view.name)
+        doubtful = view.name in self._refused_connection and not self._pool.is_given_up(view.name)
         interval = JOINING_INTERVAL if joins or doubtful else self._interval
         return now - self._visited[view.node.name] >= interval
 
@@ -140,19 +141,19 @@ class HealthCheck:
         if self._pool.joins_anew(name):
             await self._joiner.attempt(name)
             if not self._is_there(name) or not self._pool.joins_anew(name):
-                self._refused.discard(name)
+                self._refused_connection.discard(name)
                 return
         began = self._clock.now()
         failure = await self._probe(node) or await self._stuck(node, began)
         if not self._is_there(name) or (failure is not None and PROBE_BLAME[failure.fault] is Blame.NO):
             return
-        self._pool.met(name, failure)
-        if failure is None and (name in self._refused or self._pool.is_given_up(name)):
-            self._refused.discard(name)  # it may have come back as something else: another version, say
+        self._pool.note_silence(name, failure)
+        if failure is None and (name in self._refused_connection or self._pool.is_given_up(name)):
+            self._refused_connection.discard(name)  # it may have come back as something else: another version, say
             await self._joiner.attempt(name)
             return
         if failure is not None and failure.fault is Fault.REFUSED:
-            self._refused.add(name)
+            self._refused_connection.add(name)
         if failure is None:
             self._pool.probed(name, None, began)
             await self._look_at_models(name)
@@ -215,6 +216,6 @@ class HealthCheck:
     def _is_there(self, name: str) -> bool:
         if name in self._pool:
             return True
-        self._refused.discard(name)
+        self._refused_connection.discard(name)
         self._progress.pop(name, None)
         return False

@@ -90,12 +90,12 @@ class Joiner:
         try:
             info = await self._preflight.inspect(node)
         except NodeFault as fault:
-            self._pool.met(name, fault)
+            self._pool.note_silence(name, fault)
             self._pool.set_join_reason(name, f"{symptom(fault)}: {cause(fault)}")
             if self._has(node):
                 self.outages.failed(node, fault)
             return
-        self._pool.met(name, None)
+        self._pool.note_silence(name, None)
         self.outages.preflight_succeeded(node)
         if not self._has(node) or self._is_early(info):
             return

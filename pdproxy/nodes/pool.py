@@ -445,9 +445,9 @@ class Pool:
             if not progressed:
                 entry.send_legs_away()
 
-    def met(self, name: str, fault: NodeFault | None) -> None:
-        """A probe met the node, None for well, or failed: whether nothing came back tells a dead process from a broken
-        network. Ignored for a node that has left."""
+    def note_silence(self, name: str, fault: NodeFault | None) -> None:
+        """Record whether anything came back to a probe that ended so, None for well. That tells a dead process from a
+        broken network. Ignored for a node that has left."""
         entry = self._entries.get(name)
         if entry is not None:
             entry.view.silent = fault is not None and fault.silent

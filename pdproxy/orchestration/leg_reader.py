@@ -303,6 +303,7 @@ class LegReader:
                 raise untraced(self._pending_error)
 
     def _client_part_of_event(self, raw: bytes) -> bytes:
+        """The bytes of one event or comment that the client gets; nothing after an error that is still to be raised."""
         if self._pending_error is not None:
             return b""
         if self.has_data_event and self._passes_as_it_is(raw) and not self._holds_usage():
@@ -311,6 +312,8 @@ class LegReader:
         return raw if event.data is None else self._read_event(event, event.data)
 
     def _read_event(self, event: Event, data: bytes) -> bytes:
+        """The same of an event that does not pass as it came: take its usage, see whether it is an error, and have the
+        transcript record it, or change it."""
         self._like_last = None
         if self._transcript.ended and self._transcript.endpoint in CHUNKED:
             return b""

@@ -270,6 +270,7 @@ class RequestQueue:
         asked.runs = True
 
     def _enter(self, waiter: QueuedPrompt, lane: str, start: Start) -> None:
+        """Put a prompt into its lane, where the queue is not full, or another key's prompt makes way."""
         now = self._clock.now()
         if not waiter.later:
             waiter.deadline = min(waiter.deadline, now + self._limits.queue_seconds)
@@ -298,6 +299,7 @@ class RequestQueue:
         return None if last.later else last
 
     def _leave(self, waiter: QueuedPrompt) -> None:
+        """Take a prompt out of its lane: it runs now, was turned away, or its task was cancelled."""
         waiter.queued = False
         del waiter.start  # it holds the request
         self._metrics.keys.waited(waiter.key, self._clock.now() - waiter.since)
@@ -411,6 +413,7 @@ class RequestQueue:
         waiter.turn.set_result(None)
 
     def _expire(self, waiter: QueuedPrompt) -> None:
+        """Turn away a prompt that has waited until its deadline."""
         late = deadline_error() if waiter.later else self._rejection(Rejection.QUEUE_TIMEOUT, waiter.key)
         self._turn_away(waiter, late)
 
@@ -423,6 +426,7 @@ class RequestQueue:
             waiter.turn.set_result(None)
 
     def _rejection(self, reason: Rejection, key: str) -> ClientError:
+        """The 429 for a prompt of this key, which is counted: why, and after how long to try again."""
         self._metrics.rejected(reason, key)
         seconds = self._rate.seconds_to_leave(self._length, self._clock.now())
         wait = UNKNOWN_WAIT if math.isinf(seconds) else min(LONGEST_WAIT, max(1, math.ceil(seconds)))
