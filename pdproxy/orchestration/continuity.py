@@ -22,7 +22,7 @@ class Continuity:
     Attributes:
         transcript: what the client has.
         journal: of all legs since the answer was begun, where they come with one.
-        left: moves that are left.
+        moves_left: of those that a stream may make.
         form: of the leg that began last.
     """
 
@@ -33,7 +33,7 @@ class Continuity:
         self._move: Move | None = None
         self.transcript = Transcript(sub_request.endpoint, sub_request.shape)
         self.journal: Journal | None = None
-        self.left = migrations
+        self.moves_left = migrations
         self.form = LegForm()
 
     def new_form(self, node: Node) -> LegForm:
@@ -49,7 +49,7 @@ class Continuity:
     def _first_route(self, node: Node) -> DecodeRoute:
         """Where the leg is sent that begins the answer: a journal is kept where the stream may move, and its node can
         write one. Whether another node could resume it now does not count: one may join."""
-        may_move = self.left > 0 and self._sub_request.shape.not_resumable is None
+        may_move = self.moves_left > 0 and self._sub_request.shape.not_resumable is None
         return DecodeRoute.JOURNALED if may_move and self._nodes.resumes(node) else DecodeRoute.ENDPOINT
 
     @property
@@ -61,7 +61,7 @@ class Continuity:
 
     def possible_move(self, node: str) -> Move | None:
         """How the stream would go on if this node, which it is on, failed now; None where it cannot."""
-        if self.left <= 0:
+        if self.moves_left <= 0:
             return None
         started = self.transcript.started
         if self._resumable and (started or self._nodes.resumes_elsewhere(node)):
@@ -71,7 +71,7 @@ class Continuity:
     @property
     def may_move(self) -> bool:
         """Whether the stream can ever move again, if there are nodes for it: else its body is of no more use."""
-        return self.left > 0 and (self._resumable or not self.transcript.started)
+        return self.moves_left > 0 and (self._resumable or not self.transcript.started)
 
     @property
     def _resumable(self) -> bool:
@@ -83,8 +83,8 @@ class Continuity:
         return self.transcript.finished and self.transcript.ending_known
 
     def start_move(self, move: Move) -> None:
-        """The stream moves."""
-        self.left -= 1
+        """The stream moves now: that is one move less. Restarted, it begins with an empty transcript."""
+        self.moves_left -= 1
         self._move = move
         if move is Move.RESTARTED:
             self.transcript.restart()

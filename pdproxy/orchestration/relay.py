@@ -131,6 +131,8 @@ class Relay:
             return removed
 
     async def _advance(self) -> bytes:
+        """The client's next bytes. A stream whose node leaves moves first, if it can. No leg has failed then,
+        so the failure table is not asked. A leg that fails goes to `_on_fault`, which asks it."""
         leg_reader = self._leg_reader
         if leg_reader is None or leg_reader.ended:
             self._finish(Outcome.OK)
@@ -195,7 +197,11 @@ class Relay:
             return await self._fail(deadline_error())
         config = self._context.config
         options = RetryOptions(
-            config.on_prefill_failure, 0, migrations=self._continuity.left, continuable=move is not None, broken=broken
+            config.on_prefill_failure,
+            0,
+            migrations=self._continuity.moves_left,
+            continuable=move is not None,
+            broken=broken,
         )
         step = decide(Leg.DECODE, Moment.STREAMING, fault.fault, options)
         self._context.metrics.step_taken(Leg.DECODE, fault.fault, step)

@@ -336,7 +336,7 @@ class UpstreamRequest:
         self._show_failure(Leg.DECODE, self.node_name, fault, step)
 
     async def leave_node(self, move: Move) -> None:
-        """Before a migration: end the leg, release what it may not have read, exclude its node."""
+        """Before the stream moves: end the leg, release what it may not have read, exclude its node."""
         self._move = move
         self._state = TRANSITIONS[self._state, Transition.MIGRATE]
         self._release_hand_over()
