@@ -72,7 +72,7 @@ class RetryOptions:
         policy: the operator's.
         retries: tries that are left for this leg.
         ticket_works: a ticket is at hand, younger than `ticket_life` (it may still be refused: then it is computed).
-        migrations: moves that are left to this stream.
+        moves_left: of this stream.
         continuable: the stream can go on at another node.
         broken: nodes of the leg's role that broke off under the request, one after another.
     """
@@ -80,7 +80,7 @@ class RetryOptions:
     policy: OnPrefillFailure
     retries: int
     ticket_works: bool = False
-    migrations: int = 0
+    moves_left: int = 0
     continuable: bool = False
     broken: int = 0
 
@@ -97,7 +97,7 @@ class RetryOptions:
             case Step.PREFILL_AGAIN | Step.OTHER_NODE:
                 return retries > 0
             case Step.MIGRATE:
-                return self.migrations > 0 and self.continuable and self.broken < MOST_BROKEN
+                return self.moves_left > 0 and self.continuable and self.broken < MOST_BROKEN
             case _:
                 return True
 

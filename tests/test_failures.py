@@ -26,7 +26,7 @@ from pdproxy.settings.types import OnPrefillFailure
 
 FINAL_STEPS = {Step.ANSWER, Step.FAIL, Step.ERROR_EVENT, Step.LEASE_END, Step.AT_ENDPOINT}
 
-NOTHING = RetryOptions(OnPrefillFailure.FAIL, retries=0, ticket_works=False, migrations=0, continuable=False)
+NOTHING = RetryOptions(OnPrefillFailure.FAIL, retries=0, ticket_works=False, moves_left=0, continuable=False)
 
 
 def test_every_fault_has_its_row() -> None:
@@ -102,7 +102,7 @@ def test_a_request_under_which_two_nodes_broke_off_is_sent_to_no_third() -> None
             options = RetryOptions(OnPrefillFailure.RETRY, 5, ticket_works=True, broken=broken)
             assert (decide(leg, Moment.OPENING, Fault.RESET, options) is not last) is first
     for broken, step in ((1, Step.MIGRATE), (2, Step.ERROR_EVENT)):
-        options = RetryOptions(OnPrefillFailure.RETRY, 0, migrations=3, continuable=True, broken=broken)
+        options = RetryOptions(OnPrefillFailure.RETRY, 0, moves_left=3, continuable=True, broken=broken)
         assert decide(Leg.DECODE, Moment.STREAMING, Fault.RESET, options) is step
 
 

@@ -44,7 +44,7 @@ class State(enum.StrEnum):
     DOWN = "down"
     """The circuit is open."""
     DRAINING = "draining"
-    """No new requests; running ones finish or migrate."""
+    """No new requests; running ones finish, or move when the deadline comes."""
     TERMINATING = "terminating"
     """Its endpoint goes away and still serves: requests only while no other node of its role takes any, or the others
     make no pair and it does."""

@@ -236,7 +236,7 @@ class Pool:
         self._room_watchers.append(changed)
 
     def leaving(self, name: str) -> asyncio.Event:
-        """Set when streams on the node should migrate: the drain deadline came, or active health gave it up."""
+        """Set when streams on the node should move: its drain's deadline came, or it was removed or given up."""
         return self._entry(name).leaving
 
     # -- membership

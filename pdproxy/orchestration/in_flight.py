@@ -14,7 +14,7 @@ from pdproxy.reasons import RouteReason
 from pdproxy.usage import Usage
 
 MAX_SHOWN = 65536
-"""Requests in flight that are kept; the oldest are dropped first. Admission keeps their number far below."""
+"""Requests in flight that are kept; the oldest are dropped first. The queue keeps their number far below."""
 MAX_FAILURES = 20
 """Failed legs that the operator's page lists."""
 MAX_BAD, RECENT_MINUTES = 2048, 15

@@ -199,7 +199,7 @@ class Relay:
         options = RetryOptions(
             config.on_prefill_failure,
             0,
-            migrations=self._continuity.moves_left,
+            moves_left=self._continuity.moves_left,
             continuable=move is not None,
             broken=broken,
         )
