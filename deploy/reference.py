@@ -56,7 +56,10 @@ _OWN = {
     "/v1/models": ("GET", "the models of the decode nodes, adapters included; `/v1/models/NAME`: one of them"),
     "/openapi.json": ("GET", "the OpenAPI document of the paths that the proxy understands"),
     "/health": ("GET", "200 while the process is alive"),
-    "/ready": ("GET", "200 while requests can be served (`ready`, or `degraded`: nothing is handed over), else 503"),
+    "/ready": (
+        "GET",
+        "200 while requests can be served (`ready`; `degraded`: nothing is handed over, or not all), else 503",
+    ),
     "/metrics": ("GET", "with `listen.metrics: both` alone: the proxy's metrics"),
 }
 _OPERATORS = """\

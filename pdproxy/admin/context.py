@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
+from pdproxy.admin.commands import Commands
 from pdproxy.clock import Clock, SystemClock
 from pdproxy.credential import Secret
 from pdproxy.nodes.cache_advice import EventsSeen
@@ -32,6 +33,7 @@ class AdminContext:
         on_prefill_failure: with FAIL, decode nodes alone do not make it ready.
         drain_seconds: a drain's deadline where the operator names none.
         token: required under /nodes, for /ui/state and /debug/plan; the empty one requires nothing.
+        commands: made for the operator's shell.
         clock: by which ``live`` keeps its times.
         queue: how the queue stands.
         caches: by a node's name, how much is known of what each of its data-parallel ranks has cached, as JSON.
@@ -49,6 +51,7 @@ class AdminContext:
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
     drain_seconds: float = 30.0
     token: Secret = dataclasses.field(default_factory=Secret)
+    commands: Commands = dataclasses.field(default_factory=Commands)
     live: InFlightRequests = dataclasses.field(default_factory=InFlightRequests)
     clock: Clock = dataclasses.field(default_factory=SystemClock)
     queue: Callable[[], QueueStatus] = QueueStatus
@@ -75,7 +78,7 @@ class Readiness(enum.StrEnum):
 
     READY = "ready"
     DEGRADED = "degraded"
-    """They can, from decode nodes that compute prompts themselves: hand-overs fail. The page and the log say why."""
+    """They can, and prompts are not handed over: hand-overs fail, or no node of one role serves. The page says why."""
     LEAVING = "the proxy is ending"
     NO_DECODE = "no decode node serves"
     NO_PREFILL = "no prefill node serves, and the policy forbids to do without"
@@ -91,10 +94,15 @@ def readiness(context: AdminContext) -> Readiness:
     pool_state = context.pool.state()
     if not _serving(pool_state, Role.DECODE):
         last_resort = context.on_no_decode is OnNoDecode.PREFILL and _serving(pool_state, Role.PREFILL)
-        return Readiness.READY if last_resort else Readiness.NO_DECODE
+        return _as_handed_over(context) if last_resort else Readiness.NO_DECODE
     if context.on_prefill_failure is OnPrefillFailure.FAIL and not _serving(pool_state, Role.PREFILL):
         return Readiness.NO_PREFILL
-    return Readiness.DEGRADED if context.hand_overs.why else Readiness.READY
+    return _as_handed_over(context)
+
+
+def _as_handed_over(context: AdminContext) -> Readiness:
+    hand_overs = context.hand_overs
+    return Readiness.DEGRADED if hand_overs.why or hand_overs.missing is not None else Readiness.READY
 
 
 def unserved_since(context: AdminContext) -> float:

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pdproxy.admin.losses import loss
 from pdproxy.admin.seen import JUST_NOW, WINDOW, Seen, duration, of_role
-from pdproxy.nodes.node import NodeView, Outage, Role, State
+from pdproxy.failures import Step
+from pdproxy.nodes.node import SERVING, NodeView, Outage, Role, State
 from pdproxy.observe.labels import Outcome, Rejection
 from pdproxy.orchestration.in_flight import BadEnd, LegFailure
+from pdproxy.orchestration.request_queue import QueueLimits, QueueStatus
 
 MOST_NAMES = 3
 _GOING = (State.DRAINING, State.TERMINATING)
@@ -54,6 +56,7 @@ class Impact:
         requests: that ended, however.
         failed, rejected: of them, without an answer; turned away.
         legs: on nodes that failed. Most requests survive that.
+        steps: what was done about these legs, and how often.
         keys, models, endpoints: of requests that failed or were turned away, the names with the most, and how many.
     """
 
@@ -61,6 +64,7 @@ class Impact:
     failed: int = 0
     rejected: int = 0
     legs: int = 0
+    steps: Sequence[tuple[Step, int]] = ()
     keys: Sequence[tuple[str, int]] = ()
     models: Sequence[tuple[str, int]] = ()
     endpoints: Sequence[tuple[str, int]] = ()
@@ -82,8 +86,9 @@ class Incident:
         nodes: names of those that are out, or on which legs fail, or that exchange no tickets: now.
         loss: what clients lose now; "" for nothing.
         now, earlier: what is wrong now, and what was in the last `WINDOW` and is over.
-        since: seconds ago; None while nothing is wrong, and where nobody knows.
+        since: seconds ago, where nothing is wrong of a node that goes away; None where there is none, or nobody knows.
         hand_overs: one line about them, whether something is wrong or not.
+        change: what to change so that prompts are handed over; "" where nothing is wrong with that, or nobody knows.
     """
 
     cause: Cause
@@ -94,6 +99,7 @@ class Incident:
     since: float | None
     hit: Impact
     hand_overs: str = ""
+    change: str = ""
 
 
 def incident(seen: Seen) -> Incident:
@@ -103,9 +109,10 @@ def incident(seen: Seen) -> Incident:
     names = [*(view.name for view in out), *(fault.node for fault in failing)]
     names += [view.name for view in _kept_out(seen) if seen.not_ready]
     names += [*seen.bars.nodes, *itertools.chain(*seen.bars.pairs)]
-    since = None if cause is Cause.NOTHING else _since(seen, cause)
+    since = _gone_since(seen) if cause is Cause.NOTHING else _since(seen, cause)
     nodes = [] if cause is Cause.NOTHING else list(dict.fromkeys(names))
-    return Incident(cause, nodes, loss(seen), now, list(_earlier(seen)), since, _hit(seen), seen.hand_overs.line())
+    told, change = seen.hand_overs.line(), next(iter(seen.hand_overs.changes.values()), "")
+    return Incident(cause, nodes, loss(seen), now, list(_earlier(seen)), since, _hit(seen), told, change)
 
 
 def _cause(seen: Seen) -> Cause:
@@ -145,6 +152,9 @@ def _all_silent(nodes: Sequence[NodeView]) -> bool:
 def _of_proxy(seen: Seen) -> Iterator[Finding]:
     if seen.not_ready:
         yield Finding(f"This proxy serves nothing: {seen.not_ready}.")
+    if seen.not_ready and seen.stream_moves and _none_decodes(seen):
+        wait = f"up to {duration(seen.limits.queue_seconds)} (limits.queue_seconds)"
+        yield Finding(f"Streams that ran wait for a decode node, {wait}, and go on there.")
     if roles := silent_roles(seen):
         yield Finding(
             f"Nothing comes back from any {' or '.join(roles)} node, on several hosts: look at this proxy's own network"
@@ -152,13 +162,24 @@ def _of_proxy(seen: Seen) -> Iterator[Finding]:
         )
 
 
+def _none_decodes(seen: Seen) -> bool:
+    decodes = of_role(seen.nodes, Role.DECODE)
+    return bool(decodes) and not any(view.state in SERVING for view in decodes)
+
+
+def _of_out(seen: Seen, view: NodeView) -> Finding:
+    ago = None if view.since == -math.inf else seen.now - view.since
+    lasting = "" if ago is None else f" for {duration(ago)}"
+    sign = " Nothing comes back from it." if view.silent else ""
+    if view.state is State.JOINING and view.joined_at == -math.inf:
+        sign += " It has not served here yet."
+    what = f"{view.name} has been {_OUT_WORDS.get(view.state, view.state)}{lasting}{_because(view)}.{sign}"
+    return Finding(what, ago)
+
+
 def _of_nodes(seen: Seen) -> Iterator[Finding]:
     for view in seen.out():
-        ago = None if view.since == -math.inf else seen.now - view.since
-        lasting = "" if ago is None else f" for {duration(ago)}"
-        sign = " Nothing comes back from it." if view.silent else ""
-        what = f"{view.name} has been {_OUT_WORDS.get(view.state, view.state)}{lasting}{_because(view)}.{sign}"
-        yield Finding(what, ago)
+        yield _of_out(seen, view)
     states = {view.name: view.state for view in seen.nodes}
     faults = seen.failing()
     for name, count in collections.Counter(fault.node for fault in faults).most_common():
@@ -183,15 +204,31 @@ def _of_ends(seen: Seen, cause: Cause) -> Iterator[Finding]:
         first = _first([end for end in seen.recent.bad if end.limit is limit], seen.now)
         text = f"Requests were turned away: {_LIMITS[limit]}. {count:,} in the last {JUST_NOW:.0f} s."
         yield Finding(text, seen.now - first)
+    if seen.is_full_now():
+        yield Finding(_room(seen.queue, seen.limits))
     if cause is Cause.PROXY and not seen.not_ready and not silent_roles(seen):
         yield Finding("Requests failed, and no leg on a node did: the log names each of them.", began)
 
 
+def _room(queue: QueueStatus, limits: QueueLimits) -> str:
+    """How much of the room for prompts is taken, and who waits."""
+    most = sorted(queue.by_key.items(), key=lambda each: -each[1])[:MOST_NAMES]
+    keys = ", ".join(f"{key or 'no key'}: {count:,}" for key, count in most)
+    taken = f"{queue.running:,} run (limits.concurrency is {limits.concurrency:,})"
+    waiting = f"{queue.waiting:,} wait (limits.queue is {limits.queue:,})"
+    return f"Of prompts, {taken}, and {waiting}" + (f"; these wait by key: {keys}." if keys else ".")
+
+
 def _of_going(seen: Seen) -> Iterator[Finding]:
-    for view in seen.nodes:
-        if view.state in _GOING:
-            ago = seen.now - view.since
-            yield Finding(f"{view.name} has been {view.state} for {duration(ago)}{_because(view)}.", ago)
+    for view in seen.going():
+        ago = seen.now - view.since
+        runs = f"{_legs(view.active)} still {'runs' if view.active == 1 else 'run'} on it"
+        left = runs if view.active else "No leg runs on it any more"
+        yield Finding(f"{view.name} has been {view.state} for {duration(ago)}{_because(view)}. {left}.", ago)
+
+
+def _gone_since(seen: Seen) -> float | None:
+    return max((seen.now - view.since for view in seen.going()), default=None)
 
 
 def _earlier(seen: Seen) -> Iterator[Finding]:
@@ -211,7 +248,8 @@ def _earlier(seen: Seen) -> Iterator[Finding]:
 def _came_back(seen: Seen, view: NodeView, outage: Outage, legs: int) -> Finding:
     lasted, back = duration(outage.ended - outage.began), duration(seen.now - outage.ended)
     told = f", and {_legs(legs)} failed" if legs else ""
-    return Finding(f"{view.name} was out for {lasted}{told}; it came back {back} ago.", seen.now - outage.began)
+    why = f" ({outage.reason})" if outage.reason else ""
+    return Finding(f"{view.name} was out for {lasted}{why}{told}; it came back {back} ago.", seen.now - outage.began)
 
 
 def _ended_before(seen: Seen) -> Iterator[Finding]:
@@ -278,6 +316,7 @@ def _hit(seen: Seen) -> Impact:
         failed=seen.ended_badly(Outcome.FAILED),
         rejected=seen.ended_badly(Outcome.REJECTED),
         legs=len(seen.faults()),
+        steps=collections.Counter(fault.step for fault in seen.faults()).most_common(),
         keys=_most(end.key for end in bad if end.key),
         models=_most(end.model for end in bad if end.model),
         endpoints=_most(end.endpoint for end in bad if end.endpoint),

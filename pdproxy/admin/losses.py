@@ -20,8 +20,12 @@ def loss(seen: Seen) -> str:
             told[sentence] = f"{told[sentence]}, {model}" if sentence in told else model
     sentences = [f"{names}: {sentence}" if len(models) > 1 else sentence for sentence, names in told.items()]
     if any(end.outcome is Outcome.REJECTED for end in seen.bad_now()):
-        turned_away = f"{seen.ended_badly(Outcome.REJECTED):,} of {seen.requests():,}"
-        sentences.append(f"Some requests get a 429: {turned_away} in {WINDOW / 60:.0f} minutes. They may ask again.")
+        turned_away, all_of_them = seen.ended_badly(Outcome.REJECTED), seen.requests()
+        part = "Most" if 2 * turned_away > all_of_them else "Some"
+        sentences.append(
+            f"{part} requests get a 429: {turned_away:,} of {all_of_them:,} in {WINDOW / 60:.0f} minutes. They may ask"
+            " again."
+        )
     return " ".join(sentences)
 
 

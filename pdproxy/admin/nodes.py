@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query
 from pdproxy.admin.context import AdminContext
 from pdproxy.nodes.cache_advice import cache_report, first_of_cohorts
 from pdproxy.nodes.drain import AfterDrain
-from pdproxy.nodes.node import Bars, Node, NodeView, Role
+from pdproxy.nodes.node import Bars, Node, NodeView, Role, State
 from pdproxy.nodes.pool import DuplicateNode
 from pdproxy.request import Json
 from pdproxy.settings.types import NodeRoles, NodeUrl, with_roles
@@ -72,7 +72,8 @@ def status(view: NodeView, bars: Bars, caches: Sequence[Json] = ()) -> Status:
         "cohort": node.cohort,
         # What the bytes of its KV cache depend on, by part; "all", which the cohort ends with, is their digest.
         "fingerprint": dict(node.fingerprint),
-        "reason": view.reason,
+        # A node that serves has none: the last fault that it had is no state of it.
+        "reason": "" if view.state is State.UP else view.reason,
         # A sentence for each node with which it exchanges no tickets: the two failed the known-answer test, or the
         # tickets between them were of no use.
         "barred": _barred_from(node.name, bars),

@@ -19,6 +19,7 @@ from pdproxy.admin.seen import Seen
 from pdproxy.nodes.node import PoolState
 from pdproxy.observe.gen_ai import LONGEST_MODEL
 from pdproxy.observe.labels import Phase
+from pdproxy.orchestration.context import OrchestrationConfig
 from pdproxy.orchestration.in_flight import LegFailure
 from pdproxy.orchestration.request_record import AnswerRecord
 
@@ -81,7 +82,8 @@ def _state(context: AdminContext) -> dict[str, object]:
 
 
 def _incident(context: AdminContext, now: float, pool: PoolState) -> Mapping[str, object]:
-    ready = readiness(context)
+    ready, orchestration = readiness(context), context.orchestration
+    config = OrchestrationConfig() if orchestration is None else orchestration.config
     seen = Seen(
         now,
         pool.nodes,
@@ -92,10 +94,13 @@ def _incident(context: AdminContext, now: float, pool: PoolState) -> Mapping[str
         context.on_prefill_failure,
         context.on_no_decode,
         unserved_since(context),
+        context.queue(),
+        config.queue,
+        config.migrations,
     )
     found = incident(seen)
-    step = next_step(seen, found)
-    told = None if step is None else {"what": step.what, "command": step.command, "docs": step.docs}
+    step = next_step(seen, found, context.commands)
+    told = None if step is None else {**dataclasses.asdict(step), "docs": step.docs}
     return {**dataclasses.asdict(found), "next": told}
 
 

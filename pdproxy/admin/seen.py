@@ -9,6 +9,7 @@ from pdproxy.nodes.hand_over_verdict import HandOverVerdict
 from pdproxy.nodes.node import NO_BARS, Bars, NodeView, Role, State
 from pdproxy.observe.labels import Outcome, Rejection
 from pdproxy.orchestration.in_flight import BadEnd, LegFailure, RecentEnds
+from pdproxy.orchestration.request_queue import QueueLimits, QueueStatus
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
 
 WINDOW = 300.0
@@ -16,6 +17,8 @@ WINDOW = 300.0
 JUST_NOW = 30.0
 """Seconds for which a failure on a node that serves counts as going on."""
 _OUT = (State.DOWN, State.REFUSED, State.PROBING)
+_FULL = frozenset({Rejection.QUEUE_FULL, Rejection.QUEUE_TIMEOUT})
+_GOING = (State.DRAINING, State.TERMINATING)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +30,8 @@ class Seen:
         not_ready: why this proxy serves nothing; "" where it does.
         on_prefill_failure, on_no_decode: the policies, which decide what clients lose.
         unserved_since: when the last node went without which this proxy serves nothing; -inf where nobody knows.
+        queue, limits: what runs and waits, and how much may.
+        stream_moves: how often a stream may go on at another node.
     """
 
     now: float
@@ -38,11 +43,18 @@ class Seen:
     on_prefill_failure: OnPrefillFailure = OnPrefillFailure.RETRY
     on_no_decode: OnNoDecode = OnNoDecode.FAIL
     unserved_since: float = -math.inf
+    queue: QueueStatus = dataclasses.field(default_factory=QueueStatus)
+    limits: QueueLimits = dataclasses.field(default_factory=QueueLimits)
+    stream_moves: int = 1
 
     def out(self) -> Sequence[NodeView]:
         """Nodes that get no requests, or one at a time, and not because an operator wishes it; one that joins counts
         once a try to join has failed."""
         return [view for view in self.nodes if view.state in _OUT or (view.state is State.JOINING and view.reason)]
+
+    def going(self) -> Sequence[NodeView]:
+        """Nodes that are drained, or end with their pods."""
+        return [view for view in self.nodes if view.state in _GOING]
 
     def faults(self) -> Sequence[LegFailure]:
         """Legs that failed, of the last `WINDOW`."""
@@ -65,6 +77,10 @@ class Seen:
     def turned_away_now(self) -> collections.Counter[Rejection]:
         """Requests that were turned away just now, by the limit that did."""
         return collections.Counter(end.limit for end in self.bad_now() if end.limit is not None)
+
+    def is_full_now(self) -> bool:
+        """Whether requests were turned away just now for want of room on the nodes."""
+        return not _FULL.isdisjoint(self.turned_away_now())
 
     def failing(self) -> Sequence[LegFailure]:
         """Legs that failed just now on nodes that are not out, and have not come back since."""

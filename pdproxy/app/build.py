@@ -12,6 +12,7 @@ from opentelemetry.trace import Tracer
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
 
 from pdproxy.admin.app import admin_app
+from pdproxy.admin.commands import Commands
 from pdproxy.admin.context import AdminContext
 from pdproxy.admin.guard import GuardedPort, RefusalLog
 from pdproxy.app.files import INTERVAL, FileWatcher
@@ -231,6 +232,18 @@ def _request_handler(
     )
 
 
+def commands_of(settings: Settings) -> Commands:
+    """Makes commands for the operator that reach the operators' port and the nodes as this proxy does."""
+    upstream, token_file = settings.upstream, settings.listen.admin_token_file
+    given = {
+        "--upstream-credential-file": upstream.credential_file,
+        "--upstream-ca-file": upstream.ca_file,
+        "--upstream-server-name": upstream.server_name,
+    }
+    options = tuple(word for option, value in given.items() if value for word in (option, str(value)))
+    return Commands(str(token_file or ""), options)
+
+
 def _admin_context(
     settings: Settings,
     context: OrchestrationContext,
@@ -249,6 +262,7 @@ def _admin_context(
         on_no_decode=settings.policy.on_no_decode,
         drain_seconds=settings.deadlines.drain,
         token=token,
+        commands=commands_of(settings),
         live=context.in_flight,
         clock=context.clock,
         queue=context.queue.status,

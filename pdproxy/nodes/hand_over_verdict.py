@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from pdproxy.nodes.hand_overs import RECENT, Used
+from pdproxy.nodes.no_hand_over import change_of
 from pdproxy.nodes.node import SERVING, Bars, Node, NodeView, PoolState, Role, State
 
 
@@ -22,6 +23,7 @@ class HandOverVerdict:
         used: what became of the tickets of the last minutes.
         missing: a role of which nodes are known and none serves; None where there is none such.
         began: by sentence of ``why``, when that began, in monotonic seconds; without those of which nobody knows.
+        changes: by sentence of ``why``, what to change; without those of which `pdproxy check` must tell.
     """
 
     why: Sequence[str] = ()
@@ -29,6 +31,7 @@ class HandOverVerdict:
     used: Used = dataclasses.field(default_factory=Used)
     missing: Role | None = None
     began: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    changes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def line(self) -> str:
         """All of it in one line, whether something is wrong or not."""
@@ -64,7 +67,9 @@ def verdict(now: PoolState, used: Used) -> HandOverVerdict:
     for text, since in why:
         began[text] = min(since, began.get(text, math.inf))
     known = {text: since for text, since in began.items() if since > -math.inf}
-    return HandOverVerdict(tuple(began), bool(why and decodes and not works), used, _missing(now), known)
+    fail = bool(why and decodes and not works)
+    changes = {text: change for text in began if text in now.bars.pairs.values() and (change := change_of(text))}
+    return HandOverVerdict(tuple(began), fail, used, _missing(now), known, changes)
 
 
 def _missing(now: PoolState) -> Role | None:

@@ -210,6 +210,6 @@ class HandOverResults:
         if counted < needed:
             return ""
         return (
-            f"{pair[1]} computed the prompts of {len(in_vain)} of the last {most} tickets of {pair[0]} itself: the log"
+            f"{pair[1]} computed the prompts of {len(in_vain)} of the last {most} tickets of {pair[0]} itself; the log"
             f" of {pair[1]}, and its pdproxy_connector_refused_total and pdproxy_connector_reads_total, say why"
         )

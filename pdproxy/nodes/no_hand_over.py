@@ -5,6 +5,7 @@ The cause is what the decode node tells in its answer (its connector's `read_rep
 
 import dataclasses
 import ipaddress
+import re
 import urllib.parse
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -22,7 +23,8 @@ _BY_ADDRESS = frozenset({"", "peer_unreachable"})
 """Causes that an address has which is right on the prefill node's own host alone."""
 
 _DATA_PATH = (
-    "let UCX connect the two hosts on any port, or name network and transports with UCX_NET_DEVICES and UCX_TLS on both"
+    "let UCX connect the two hosts on any port (or on those of UCX_TCP_PORT_RANGE), or name network and transports with"
+    " UCX_NET_DEVICES and UCX_TLS on both, and restart both"
 )
 _UNREACHABLE: Mapping[str, str] = MappingProxyType(
     {
@@ -125,11 +127,22 @@ def sentence(prefill: Node, decode: Node, at: SideChannel, told: Told) -> str:
     return text.format(**names)
 
 
+def change_of(told: str) -> str:
+    """Changes that such a sentence names: they follow its first colon outside of brackets. "" where it names none."""
+    depth = 0
+    for place, letter in enumerate(told):
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if not depth and told.startswith(": ", place):
+            change = re.sub(r" \(\[[^()]*\)$", "", told[place + 2 :])  # what the node's system said
+            return "" if change.startswith("pdproxy check") else change
+    return ""
+
+
 def set_address(prefill: Node) -> str:
     """Advice for a node whose tickets name its own host as each host names itself."""
     return (
         f"set NODE_ADDRESS on {prefill.name}'s host (outside of Compose VLLM_NIXL_SIDE_CHANNEL_HOST) to the address by"
-        " which other hosts reach it"
+        f" which other hosts reach it, and restart {prefill.name}"
     )
 
 

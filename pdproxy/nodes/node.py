@@ -53,10 +53,11 @@ class State(enum.StrEnum):
 
 
 class Outage(NamedTuple):
-    """A node was out between these monotonic seconds."""
+    """A node was out between these monotonic seconds; ``reason``: why it went, for operators."""
 
     began: float
     ended: float
+    reason: str = ""
 
 
 SERVING = frozenset({State.UP, State.PROBING, State.TERMINATING})
@@ -244,6 +245,7 @@ class NodeView:
         trials: while PROBING: requests in flight that try the half-open circuit. One is all it may get.
         reason: for operators: why it is in this state (the setting that was refused, the last fault).
         since: monotonic seconds when its state last changed; while it is out, when that began.
+        joined_at: monotonic seconds when it was last let serve, after its preflight; -inf where it never was.
         silent: its last probe met nothing, see `NodeFault.silent`.
         outage: the last one that has ended; None where there was none.
         places: the load of each data-parallel rank.
@@ -261,6 +263,7 @@ class NodeView:
     trials: int = 0
     reason: str = ""
     since: float = float("-inf")
+    joined_at: float = float("-inf")
     silent: bool = False
     outage: Outage | None = None
     places: list[PlaceLoad] = dataclasses.field(default_factory=lambda: [PlaceLoad()])

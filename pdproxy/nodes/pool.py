@@ -273,9 +273,9 @@ class Pool:
                 self._roles_changed(entry, before)
             self._count_models(node)
             self._count_cohort(before)
-            entry.misses, entry.view.reason, entry.joined_at = 0, "", self.clock.now()
+            entry.misses, entry.view.reason, entry.view.joined_at = 0, "", self.clock.now()
             entry.stay()
-            self._set(entry, CircuitBreaker(self._config, changed_at=entry.joined_at), State.UP)
+            self._set(entry, CircuitBreaker(self._config, changed_at=entry.view.joined_at), State.UP)
             for each in (before, node):  # its model may be another one
                 self._count_serving(each)
             self._room_changed()  # also where it was UP: its capacity may be another one
@@ -477,7 +477,7 @@ class Pool:
     def joined_since(self, name: str, since: float) -> bool:
         """Whether a node has joined after that monotonic second: it may be another process than before."""
         entry = self._entries.get(name)
-        return entry is not None and entry.joined_at > since
+        return entry is not None and entry.view.joined_at > since
 
     def serves_on(self, name: str, since: float) -> bool:
         """Whether a health probe that began after that monotonic second found a node well, which so has not gone out:
@@ -556,7 +556,8 @@ class Pool:
             self._announce(entry, state)
             if {state, view.state} != _OUTAGE:
                 if state in _OUTAGE:
-                    view.outage = Outage(view.since, now)
+                    view.outage = Outage(view.since, now, entry.out_for)
+                entry.out_for = view.reason
                 view.since = now
             self._count_state(entry)
             self._room_changed()

@@ -59,7 +59,6 @@ class PoolEntry:
         membership: JOINING, UP, DRAINING, TERMINATING or REFUSED; the circuit counts while it is UP or TERMINATING.
         constant_until: monotonic seconds until which the passing of time changes nothing.
         misses: active health probes failed in a row.
-        joined_at: monotonic seconds when it was last let serve, after its preflight.
         well_at: when the last health probe began that found it well.
         progressed_at: monotonic seconds when a leg last received something from the node.
         busy_since: since when legs have been in flight without a pause; inf while none are.
@@ -68,6 +67,7 @@ class PoolEntry:
         slots: those that are held on it, in the order in which they were taken.
         records: how its legs ended.
         out_by: the id of the request whose failure opened the circuit; "" where active health did.
+        out_for: the reason for which it last went out.
         left: it is not in the pool any more; legs that run on it end later.
         joins_anew: it serves, and its preflight and its tests are to be made again, for it got another role.
     """
@@ -78,7 +78,6 @@ class PoolEntry:
     membership: State = State.JOINING
     constant_until: float = math.inf
     misses: int = 0
-    joined_at: float = float("-inf")
     well_at: float = float("-inf")
     progressed_at: float = float("-inf")
     busy_since: float = math.inf
@@ -87,6 +86,7 @@ class PoolEntry:
     slots: dict["Slot", None] = dataclasses.field(default_factory=dict)
     records: defaultdict[Leg, LegRecord] = dataclasses.field(default_factory=lambda: defaultdict(LegRecord))
     out_by: str = ""
+    out_for: str = ""
     left: bool = False
     joins_anew: bool = False
 

@@ -12,11 +12,14 @@ from pdproxy.admin.app import admin_app
 from pdproxy.admin.context import AdminContext, Readiness, readiness
 from pdproxy.background import Background
 from pdproxy.credential import Secret
+from pdproxy.errors import Fault
 from pdproxy.nodes.cache_advice import EventsSeen
 from pdproxy.nodes.drain import Drainer
 from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, Role, State
+from pdproxy.nodes.outlier import FailureEvidence, LegOrigin
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import LegLoad
+from pdproxy.observe.labels import Leg
 from pdproxy.observe.metrics import Metrics
 from pdproxy.orchestration.context import OrchestrationConfig, OrchestrationContext
 from pdproxy.orchestration.keeping import Keeping
@@ -114,6 +117,36 @@ async def test_ready_is_degraded_while_nothing_is_handed_over(client: httpx.Asyn
         f"hand-overs fail: decode nodes compute the prompts themselves; {why}"
     )
     assert state["incident"]["cause"] == "hand_overs"
+
+
+async def test_ready_is_degraded_while_no_prefill_node_serves(client: httpx.AsyncClient, context: AdminContext) -> None:
+    """The page says the same; where none is known, there is nothing to hand over."""
+    serve(context, DECODE)
+    assert (await client.get("/ready")).json() == {"status": "ready"}
+    serve(context, PREFILL)
+    assert (await client.get("/ready")).json() == {"status": "ready"}
+    context.pool.give_up(PREFILL.name, "health: refused")
+    answer = await client.get("/ready")
+    assert (answer.status_code, answer.json()) == (200, {"status": "degraded"})
+    told = (await client.get("/ui/state")).json()["incident"]["hand_overs"]
+    assert told.startswith("nothing is handed over: no prefill node serves.")
+
+
+async def test_ready_is_degraded_while_prefill_nodes_decode(context: AdminContext) -> None:
+    last_resort = dataclasses.replace(context, on_no_decode=OnNoDecode.PREFILL)
+    serve(context, PREFILL, DECODE)
+    context.pool.give_up(DECODE.name, "health: refused")
+    assert readiness(last_resort) is Readiness.DEGRADED
+    assert readiness(context) is Readiness.NO_DECODE
+
+
+async def test_a_node_that_is_up_has_no_reason(client: httpx.AsyncClient, context: AdminContext) -> None:
+    serve(context, DECODE)
+    origin = LegOrigin("r-1")
+    context.pool.leg_failed(DECODE.name, Leg.DECODE, Fault.RESET, origin, FailureEvidence.SERVED)
+    assert (await client.get("/nodes/d1")).json()["reason"] == ""
+    context.pool.give_up(DECODE.name, "health: refused")
+    assert (await client.get("/nodes/d1")).json()["reason"] == "health: refused"
 
 
 async def test_ready_with_a_prefill_node_alone_where_it_is_the_last_resort(context: AdminContext) -> None:

@@ -81,7 +81,7 @@ async def test_nodes_and_a_request_on_the_way_are_shown(look: Look) -> None:
     assert re.search(r"req-here · tiny · /v1/chat/completions · p0 → d\d .*decode 2\.5 s; now: decode", requests)
     assert "req-moved" not in requests
     assert re.search(r"req-moved .*decode d0 reset stream moved on ✓ answered", text_of(page, "failures"))
-    assert text_of(page, "ready") == "● ready"
+    assert text_of(page, "ready") == "● /ready: ready"
     assert text_of(page, "cause") == "◐ a node, and others took over: d0"
     assert text_of(page, "told").startswith("3 of 4 nodes are up.")
     # The usage of a stream that moved does not tell who computed its prompt: one request counts.
@@ -122,8 +122,12 @@ async def test_the_first_line_is_about_hand_overs(look: Look) -> None:
     assert re.fullmatch(rf"\d\d:\d\d:\d\d {re.escape(cannot)}\.", text_of(page, "what"))
     whole = f"✕ hand-overs fail: decode nodes compute the prompts themselves; {cannot}"
     assert text_of(page, "hand-overs") == whole
+    assert text_of(page, "cause") == "✕ hand-overs between p0, d0"
+    assert text_of(page, "next-what") == "Set NODE_ADDRESS. Then see whether it works:"
+    cluster.pool.bar(Bars({("p0", "d0"): "other tokens"}))
+    page = await look(context_of(cluster))
     assert text_of(page, "cause").startswith("✕ nodes that hand nothing over")
-    assert text_of(page, "ready") == "◐ degraded"
+    assert text_of(page, "ready") == "◐ /ready: degraded"
     assert page.index('id="hand-overs"') < page.index('id="cause"')
 
 

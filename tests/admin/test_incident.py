@@ -6,17 +6,20 @@ from typing import Any
 
 import pytest
 
+from pdproxy.admin.commands import HERE, Commands
 from pdproxy.admin.incident import Cause, Finding, Incident, incident
-from pdproxy.admin.next_step import DOCS, HERE, PAGE, NextStep, PageSection, next_step
+from pdproxy.admin.next_step import DOCS, MOST_CHECKED, PAGE, NextStep, PageSection, next_step
 from pdproxy.admin.seen import JUST_NOW, WINDOW, Seen
 from pdproxy.errors import ClientError, Fault
 from pdproxy.failures import Step
 from pdproxy.nodes.hand_over_verdict import HandOverVerdict, verdict
 from pdproxy.nodes.hand_overs import Used
+from pdproxy.nodes.no_hand_over import SideChannel, Told, sentence
 from pdproxy.nodes.node import BOTH, DECODE, PREFILL, Bars, Node, NodeView, Outage, PoolState, Role, State
 from pdproxy.observe.labels import Leg, Outcome, Rejection
 from pdproxy.orchestration.client_errors import final_error_of, rejected_error
 from pdproxy.orchestration.in_flight import MAX_BAD, LegFailure, RecentEnds
+from pdproxy.orchestration.request_queue import QueueLimits, QueueStatus
 from pdproxy.orchestration.request_record import FailureRecord, RequestRecord
 from pdproxy.request import Endpoint
 from pdproxy.settings.types import OnNoDecode, OnPrefillFailure
@@ -36,10 +39,10 @@ def view(
     return NodeView(node, state, reason=reason, since=NOW - ago, silent=silent)
 
 
-def back(name: str, lasted: float, ago: float) -> NodeView:
+def back(name: str, lasted: float, ago: float, reason: str = "") -> NodeView:
     """A node that came back so many seconds ago from an outage of so many."""
     made = view(name, ago=ago)
-    made.outage = Outage(NOW - ago - lasted, NOW - ago)
+    made.outage = Outage(NOW - ago - lasted, NOW - ago, reason)
     return made
 
 
@@ -80,10 +83,15 @@ def ask(nodes: list[NodeView] = ALL_UP, recent: RecentEnds | None = None, **more
 
 
 def step(nodes: list[NodeView] = ALL_UP, recent: RecentEnds | None = None, **more: Any) -> NextStep:
+    commands = more.pop("commands", Commands())
     looked = look(nodes, recent, **more)
-    found = next_step(looked, incident(looked))
+    found = next_step(looked, incident(looked), commands)
     assert found is not None
     return found
+
+
+def processes(host: str) -> str:
+    return f"ssh {host} \"ps -eo pid,stat,args | grep -i '[v]llm'\""
 
 
 def texts(findings: Any) -> list[str]:
@@ -94,7 +102,7 @@ def test_nothing_is_wrong() -> None:
     looked = look(recent=seen(ends={Outcome.OK: [1.0, 2.0], Outcome.CLIENT_ERROR: [3.0], Outcome.CLIENT_GONE: [4.0]}))
     found = incident(looked)
     assert (found.cause, found.now, found.earlier, found.since, found.nodes) == (Cause.NOTHING, [], [], None, [])
-    assert (found.loss, next_step(looked, found)) == ("", None)
+    assert (found.loss, next_step(looked, found, Commands())) == ("", None)
     assert (found.hit.requests, found.hit.failed, found.hit.rejected) == (4, 0, 0)
 
 
@@ -111,11 +119,24 @@ def test_a_node_is_down_and_nobody_is_hit() -> None:
     assert (found.hit.requests, found.hit.failed, found.hit.legs) == (50, 0, 2)
 
 
+LOADS_OR_ENDED = "vLLM is loading its model (wait: minutes for a large one), or no process runs: start it"
+
+
 def test_a_dead_process_is_asked_for_by_a_command_that_can_be_pasted() -> None:
     found = step([view("p0"), view("d0", State.DOWN, 190.0, KILLED), view("d1")])
-    assert found.command == "curl -sS -i -m 5 http://d0:8000/health"
-    assert "no process listens" in found.what
-    assert found.docs == f"{DOCS}/troubleshooting.md#a-node-is-down"
+    assert found.commands == [processes("d0")]
+    assert found.what.startswith(f"Connections to d0 are refused: {LOADS_OR_ENDED}")
+    assert (found.docs, found.then) == (f"{DOCS}/troubleshooting.md#a-node-is-down", "")
+
+
+def test_a_node_that_is_down_for_another_fault_is_asked() -> None:
+    found = step([view("p0"), view("d0", State.DOWN, 190.0, "last fault: reset"), view("d1")])
+    assert found.commands == ["curl -sS -i -m 5 http://d0:8000/health", processes("d0")]
+    assert "If the connection is refused, no process listens there: start it." in found.then
+    both = step([view("p0"), *(view(name, State.DOWN, 190.0, "last fault: reset") for name in DECODES)])
+    assert [processes(name) in both.commands for name in DECODES] == [True, True]
+    assert both.what == "Ask d0 and d1 from the proxy's host, and look at their processes:"
+    assert found.section == PageSection.A_NODE_IS_DOWN
 
 
 def test_a_node_that_fails_and_gets_requests_is_named() -> None:
@@ -124,7 +145,10 @@ def test_a_node_that_fails_and_gets_requests_is_named() -> None:
     assert found.now == [Finding("On d1 3 legs failed in the last 30 s (reset); it still gets requests.", 20.0)]
     assert found.since == pytest.approx(20.0)
     assert found.hit.failed == 1
-    assert step(recent=seen(faults={"d1": [5.0]})).command.endswith("http://d1:8000/metrics | grep vllm:num_requests")
+    asked = step(recent=seen(faults={"d1": [5.0]}))
+    assert asked.commands[0] == "curl -sS -i -m 5 http://d1:8000/health"
+    assert asked.commands[1].endswith("http://d1:8000/metrics | grep vllm:num_requests")
+    assert "engine makes no step (stall)" in asked.then
 
 
 def test_a_node_that_has_left_is_said_to_have() -> None:
@@ -133,7 +157,10 @@ def test_a_node_that_has_left_is_said_to_have() -> None:
     ]
     earlier = ask(recent=seen(faults={"d7": [JUST_NOW + 1]}))
     assert (earlier.cause, texts(earlier.earlier)) == (Cause.NOTHING, ["On d7 1 leg failed; it has left."])
-    assert step(recent=seen(faults={"d7": [20.0]})).command == f"curl -sS {HERE}/nodes"
+    assert step(recent=seen(faults={"d7": [20.0]})).commands == [f"curl -sS {HERE}/nodes"]
+
+
+WAITING = "Streams that ran wait for a decode node, up to 10 min (limits.queue_seconds), and go on there."
 
 
 def test_refused_connections_mean_the_nodes_and_not_us() -> None:
@@ -143,10 +170,28 @@ def test_refused_connections_mean_the_nodes_and_not_us() -> None:
     assert (found.cause, found.nodes) == (Cause.NODE, ["d0", "d1"])
     assert texts(found.now) == [
         "This proxy serves nothing: no decode node serves.",
+        WAITING,
         f"d0 has been down for 60 s ({KILLED}).",
         "d1 has been down for 38 s (health: refused).",
     ]
     assert found.loss == "New requests get a 503: no decode node serves."
+    asked = step(nodes, not_ready="no decode node serves")
+    assert asked.commands == [processes("d0"), processes("d1")], "one for each"
+    assert "restart the proxy with policy.on_no_decode: prefill. Streams that wait end with it." in asked.then
+
+
+def test_a_stopgap_is_named_where_there_is_one() -> None:
+    """Not where prefill nodes do it already, where none is left, or where another node decodes."""
+    down, more = view("d0", State.DOWN, 60.0, KILLED), dict[str, Any](not_ready="no decode node serves")
+    assert "on_no_decode" in step([view("p0"), down], **more).then
+    assert step([view("p0"), down], on_no_decode=OnNoDecode.PREFILL, **more).then == ""
+    assert step([view("p0", State.DOWN, 60.0, KILLED), down], **more).then == ""
+    assert step([view("p0"), down, view("d1")]).then == ""
+
+
+def test_streams_that_may_not_move_do_not_wait() -> None:
+    found = ask([view("d0", State.DOWN, 60.0, KILLED)], not_ready="no decode node serves", stream_moves=0)
+    assert WAITING not in texts(found.now)
 
 
 def test_where_nothing_is_served_the_last_nodes_end_counts_and_not_the_firsts() -> None:
@@ -164,13 +209,14 @@ def test_all_nodes_of_a_role_on_several_hosts_that_are_silent_point_to_us() -> N
     nodes = [view("p0"), *(view(name, State.DOWN, 60.0, SILENT, silent=True) for name in DECODES)]
     found = ask(nodes, seen(ends={Outcome.FAILED: [5.0]}), not_ready="no decode node serves")
     assert found.cause is Cause.PROXY
-    assert texts(found.now)[:3] == [
+    assert texts(found.now)[:4] == [
         "This proxy serves nothing: no decode node serves.",
+        WAITING,
         "Nothing comes back from any decode node, on several hosts: look at this proxy's own network first.",
         f"d0 has been down for 60 s ({SILENT}). Nothing comes back from it.",
     ]
     asked = step(nodes, not_ready="no decode node serves")
-    assert asked.command == "curl -sS -i -m 5 http://d0:8000/health"
+    assert asked.commands == ["curl -sS -i -m 5 http://d0:8000/health"]
     assert asked.section == PageSection.NOTHING_COMES_BACK_FROM_ANY_NODE
 
 
@@ -199,7 +245,10 @@ def test_the_only_node_of_a_role_is_a_node() -> None:
         Cause.NODE,
         "Served, slower: decode nodes compute the prompts themselves.",
     )
-    assert "frozen, or its host or network" in step(nodes).what
+    asked = step(nodes)
+    assert "frozen, or its host or network" in asked.what
+    assert asked.commands == [processes("p0"), "curl -sS -i -m 5 http://p0:8000/health"]
+    assert "kill -CONT PID" in asked.then
 
 
 def test_a_node_that_never_came_is_a_node() -> None:
@@ -207,7 +256,7 @@ def test_a_node_that_never_came_is_a_node() -> None:
     found = ask(nodes, not_ready="no decode node serves")
     assert (found.cause, found.nodes) == (Cause.NODE, ["d0"])
     what = "d0 has been trying to join for 60 s (cannot be reached: d0:8000: connection refused)."
-    assert texts(found.now)[1:] == [what]
+    assert texts(found.now)[2:] == [f"{what} It has not served here yet."]
     assert ask([view("p0"), view("d0"), view("d1", State.JOINING, 2.0)]).cause is Cause.NOTHING
 
 
@@ -221,14 +270,20 @@ def test_a_refused_node_is_named_with_its_setting() -> None:
     found = ask(nodes)
     assert (found.cause, found.nodes) == (Cause.NODE, ["d1"])
     assert texts(found.now) == ["d1 has been refused for 20 s (mamba_cache_mode is 'all' there)."]
-    assert (step(nodes).command, step(nodes).section) == ("pdproxy check", PageSection.A_NODE_IS_REFUSED)
+    check = "pdproxy check --prefill http://p0:8000 --decode http://d0:8000 --decode http://d1:8000"
+    assert (step(nodes).commands, step(nodes).section) == ([check], PageSection.A_NODE_IS_REFUSED)
+    assert "restart d1" in step(nodes).what
 
 
 def test_a_drain_is_told_and_is_no_incident() -> None:
     nodes = [view("p0"), view("d0", State.DRAINING, 10.0, "drained by the operator"), view("d1")]
     found = ask(nodes)
-    assert (found.cause, found.nodes) == (Cause.NOTHING, [])
-    assert texts(found.now) == ["d0 has been draining for 10 s (drained by the operator)."]
+    assert (found.cause, found.nodes, found.since) == (Cause.NOTHING, [], 10.0)
+    assert texts(found.now) == ["d0 has been draining for 10 s (drained by the operator). No leg runs on it any more."]
+    nodes[1].active = 1
+    assert texts(ask(nodes).now)[0].endswith(" 1 leg still runs on it.")
+    nodes[1].active = 3
+    assert texts(ask(nodes).now)[0].endswith(" 3 legs still run on it.")
     assert found.loss == "Served, with less room: 1 of 2 decode nodes take requests as usual."
 
 
@@ -236,13 +291,17 @@ def test_where_all_nodes_are_drained_these_are_the_cause() -> None:
     nodes = [view("p0"), view("d0", State.DRAINING, 10.0, "drained by the operator")]
     more: dict[str, Any] = {"not_ready": "no decode node serves"}
     assert (ask(nodes, **more).cause, ask(nodes, **more).nodes, ask(nodes, **more).since) == (Cause.NODE, ["d0"], 10.0)
-    assert step(nodes, **more).command == f"curl -sS -X POST {HERE}/nodes/d0/rejoin"
+    assert step(nodes, **more).commands == [f"curl -sS -X POST {HERE}/nodes/d0/rejoin"]
 
 
 def test_a_node_that_came_back_leaves_the_headline() -> None:
-    found = ask([view("p0"), back("d0", 40.0, 10.0), view("d1")], seen(faults={"d0": [50.0, 45.0]}))
+    nodes, recent = [view("p0"), back("d0", 40.0, 10.0, KILLED), view("d1")], seen(faults={"d0": [50.0, 45.0]})
+    found = ask(nodes, recent)
     assert (found.cause, found.nodes, found.now, found.since) == (Cause.NOTHING, [], [], None)
-    assert found.earlier == [Finding("d0 was out for 40 s, and 2 legs failed; it came back 10 s ago.", 50.0)]
+    what = f"d0 was out for 40 s ({KILLED}), and 2 legs failed; it came back 10 s ago."
+    assert found.earlier == [Finding(what, 50.0)]
+    asked = step(nodes, recent)
+    assert (asked.commands, asked.section) == (["grep 'node d0 is' pdproxy.log"], PageSection.A_NODE_IS_DOWN)
     assert ask([back("d0", 40.0, WINDOW + 1)]).earlier == []
 
 
@@ -313,10 +372,35 @@ def test_requests_that_are_turned_away_are_load() -> None:
     found = ask(recent=seen(ends={Outcome.REJECTED: [9.0, 8.0], Outcome.OK: [1.0] * 3}))
     assert (found.cause, found.hit.rejected) == (Cause.LOAD, 2)
     queue = "all nodes are full, and so is the queue, which all keys share (limits.queue)"
-    assert found.now == [Finding(f"Requests were turned away: {queue}. 2 in the last 30 s.", 9.0)]
+    assert found.now[0] == Finding(f"Requests were turned away: {queue}. 2 in the last 30 s.", 9.0)
     assert found.loss == "Some requests get a 429: 2 of 5 in 5 minutes. They may ask again."
     over = ask(recent=seen(ends={Outcome.REJECTED: [JUST_NOW + 1]}))
     assert over.loss == ""
+    most = ask(recent=seen(ends={Outcome.REJECTED: [9.0, 8.0], Outcome.OK: [1.0]}))
+    assert most.loss == "Most requests get a 429: 2 of 3 in 5 minutes. They may ask again."
+
+
+def test_a_full_queue_is_told_with_its_limits_and_with_who_fills_it() -> None:
+    more: dict[str, Any] = {
+        "queue": QueueStatus(4, 7, {"bob": 2, "alice": 5}),
+        "limits": QueueLimits(concurrency=4, queue=8),
+        "recent": seen(ends={Outcome.REJECTED: [9.0]}),
+    }
+    run, wait = "4 run (limits.concurrency is 4)", "7 wait (limits.queue is 8)"
+    assert texts(ask(**more).now)[1:] == [f"Of prompts, {run}, and {wait}; these wait by key: alice: 5, bob: 2."]
+    nothing_waits = more | {"queue": QueueStatus(4, 0)}
+    assert texts(ask(**nothing_waits).now)[1].endswith("and 0 wait (limits.queue is 8).")
+    asked = step(**more, commands=Commands("/run/token of ours"))
+    header = "-H \"authorization: Bearer $(cat '/run/token of ours')\""
+    assert asked.commands[0] == f"curl -sS {header} {HERE}/nodes | jq -c .queue"
+    assert "raise limits.queue or limits.concurrency, and restart the proxy" in asked.then
+
+
+def test_a_keys_own_limit_says_nothing_of_the_queue() -> None:
+    recent = RecentEnds()
+    recent.ended(turned_away(Rejection.REQUEST_RATE), NOW - 5, Outcome.REJECTED)
+    assert len(ask(recent=recent).now) == 1
+    assert step(recent=recent).commands == [f"curl -sS {HERE}/metrics | grep '^pdproxy_key_rejected_total.* [1-9]'"]
 
 
 @pytest.mark.parametrize("limit", Rejection)
@@ -332,7 +416,7 @@ def test_each_limit_is_named_by_its_settings(limit: Rejection) -> None:
     }
     recent = RecentEnds()
     recent.ended(turned_away(limit), NOW - 5, Outcome.REJECTED)
-    (found,) = texts(ask(recent=recent).now)
+    found = texts(ask(recent=recent).now)[0]
     assert f"{settings[limit]})" in found
     assert ("API key" in found) == (limit.startswith("key") or limit.endswith("rate"))
 
@@ -343,7 +427,7 @@ def test_limits_are_told_apart_and_beside_a_node_that_is_down() -> None:
         recent.ended(turned_away(limit), NOW - ago, Outcome.REJECTED)
     found = ask([view("p0"), view("d0", State.DOWN, 60.0, KILLED), view("d1")], recent)
     assert found.cause is Cause.NODE
-    assert [(each.what.split(".")[-2].strip(), each.began) for each in found.now[1:]] == [
+    assert [(each.what.split(".")[-2].strip(), each.began) for each in found.now[1:3]] == [
         ("2 in the last 30 s", 9.0),
         ("1 in the last 30 s", 20.0),
     ]
@@ -374,24 +458,60 @@ def test_prompts_that_are_computed_twice_are_a_loss() -> None:
 
 def test_a_node_that_goes_away_has_a_next_step_though_nothing_is_wrong() -> None:
     drained = step([view("p0"), view("d0", State.DRAINING, 5.0), view("d1")])
-    assert (drained.command, drained.section) == (
-        f"curl -sS -X POST {HERE}/nodes/d0/rejoin",
+    assert (drained.commands, drained.section) == (
+        [f"curl -sS -X POST {HERE}/nodes/d0/rejoin"],
         PageSection.A_NODE_GOES_AWAY,
     )
-    ending = step([view("p0"), view("d0", State.TERMINATING, 5.0), view("d1")])
-    assert (ending.command, ending.section) == (f"curl -sS {HERE}/nodes", PageSection.A_NODE_GOES_AWAY)
+    nodes = [view("p0"), view("d0", State.TERMINATING, 5.0), view("d1")]
+    ending = step(nodes)
+    assert (ending.commands, ending.section) == ([f"curl -sS {HERE}/nodes"], PageSection.A_NODE_GOES_AWAY)
+    with_token = step(nodes, commands=Commands("/run/token"))
+    assert with_token.commands == [f'curl -sS -H "authorization: Bearer $(cat /run/token)" {HERE}/nodes']
 
 
 def test_a_node_that_does_not_join_may_have_a_wrong_address() -> None:
     found = step([view("p0"), view("d0", State.JOINING, 5.0, "cannot be reached: d0: connection refused"), view("d1")])
-    assert "correct its address" in found.what
-    assert found.section == PageSection.A_NODE_DOES_NOT_JOIN
+    assert LOADS_OR_ENDED in found.what
+    assert found.then.startswith(
+        "If http://d0:8000 is not its address, correct it where discovery reads it, or in nodes"
+    )
+    assert (found.commands, found.section) == ([processes("d0")], PageSection.A_NODE_DOES_NOT_JOIN)
 
 
 def test_nodes_that_exchange_no_tickets() -> None:
     found = ask(bars=Bars({("p0", "d1"): "other tokens"}))
     assert (found.cause, found.nodes) == (Cause.HAND_OVERS, ["p0", "d1"])
     assert texts(found.now) == ["p0 and d1 exchange no tickets: other tokens."]
+    asked = step(bars=Bars({("p0", "d1"): "other tokens"}))
+    assert asked.what == "Ask every node why it hands nothing over:"
+    assert asked.commands == ["pdproxy check --prefill http://p0:8000 --decode http://d0:8000 --decode http://d1:8000"]
+
+
+def test_where_it_is_known_what_to_change_that_is_the_next_step() -> None:
+    nodes = [view("p0"), view("d0")]
+    at, told = SideChannel("127.0.0.1", 5600), Told("peer_unreachable", "[Errno 111] Connection refused")
+    why = sentence(nodes[0].node, nodes[1].node, at, told)
+    more: dict[str, Any] = {"bars": Bars({("p0", "d0"): why})}
+    asked = step(nodes, **more, commands=Commands(check_options=["--upstream-ca-file", "ours.pem"]))
+    assert asked.what.startswith("Set NODE_ADDRESS on p0's host ")
+    assert asked.what.endswith(" other hosts reach it, and restart p0. Then see whether it works:")
+    check = "pdproxy check --prefill http://p0:8000 --decode http://d0:8000 --upstream-ca-file ours.pem"
+    assert asked.commands == [check]
+    assert ask(nodes, **more).nodes == ["p0", "d0"]
+
+
+def test_of_a_refused_prefill_node_the_setting_is_the_next_step() -> None:
+    nodes = [view("p0", State.REFUSED, 20.0, "side_channel: it is at 127.0.0.1: set NODE_ADDRESS"), view("d0")]
+    assert ask(nodes).cause is Cause.HAND_OVERS
+    assert step(nodes).section == PageSection.A_NODE_IS_REFUSED
+
+
+def test_of_many_nodes_those_are_checked_that_it_is_about() -> None:
+    nodes = [view(f"{role}{number}") for role in "pd" for number in range(MOST_CHECKED)]
+    found = step(nodes, bars=Bars({("p3", "d5"): "other tokens"}))
+    urls = [f"--{role} http://{name}:8000" for role, name in (("prefill", "p3"), ("decode", "d5"))]
+    others = ["--prefill http://p0:8000", "--decode http://d0:8000"]
+    assert found.commands == [" ".join(["pdproxy check", *urls, *others])]
 
 
 def test_since_when_hand_overs_fail_is_told_apart_from_nodes_that_are_out() -> None:

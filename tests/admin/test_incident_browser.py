@@ -112,10 +112,15 @@ async def findings(page: Page, name: str) -> list[str]:
     return [re.sub(r"^\S* ", "", line) for line in lines]
 
 
-async def next_step(page: Page) -> tuple[str, str]:
-    """The command, and the section of the documentation to which the link leads."""
+async def next_step(page: Page) -> tuple[list[str], str]:
+    """The commands, and the section of the documentation to which the link leads."""
     link = str(await page.value("document.getElementById('next-docs').href"))
-    return await text(page, "next-command"), link.removeprefix(f"{DOCS}/{PAGE}#")
+    commands = await page.value("[...document.querySelectorAll('#next-commands code')].map((each) => each.textContent)")
+    return commands, link.removeprefix(f"{DOCS}/{PAGE}#")
+
+
+def processes(host: str) -> str:
+    return f"ssh {host} \"ps -eo pid,stat,args | grep -i '[v]llm'\""
 
 
 async def test_while_all_is_well(page: Page) -> None:
@@ -149,13 +154,19 @@ async def test_a_decode_node_is_killed_and_comes_back(page: Page, fleet: Fleet) 
     await shows(page, "cause", "✕ a node: d0")
     await shows(page, "loss", "Served, with less room: 1 of 2 decode nodes take requests as usual.")
     assert await findings(page, "what") == ["d0 has been down for 0 s (health: cannot be reached: injected)."]
-    assert await next_step(page) == ("curl -sS -i -m 5 http://d0/health", PageSection.A_NODE_IS_DOWN)
+    asked = ["curl -sS -i -m 5 http://d0/health", processes("d0")]
+    assert await next_step(page) == (asked, PageSection.A_NODE_IS_DOWN)
+    assert (await text(page, "hit")).endswith("1 leg failed, and others took over")
+    assert await text(page, "hit-most") == "stream moved on: 1"
     fleet.clock.advance(20)
     await fleet.become(None, "d0")
     await shows(page, "cause", "● nothing is wrong any more")
     assert await text(page, "loss") == "nothing"
-    assert await findings(page, "earlier") == ["d0 was out for 20 s, and 1 leg failed; it came back 0 s ago."]
-    assert await page.value("document.getElementById('what').hidden && document.getElementById('next').hidden")
+    why = "health: cannot be reached: injected"
+    assert await findings(page, "earlier") == [f"d0 was out for 20 s ({why}), and 1 leg failed; it came back 0 s ago."]
+    assert await page.value("document.getElementById('what').hidden")
+    assert (await next_step(page))[0] == ["grep 'node d0 is' pdproxy.log"]
+    assert "injected" not in await text(page, "nodes"), "a fault that is over is not why it is up"
 
 
 async def test_both_decode_nodes_are_killed_and_it_is_not_us(page: Page, fleet: Fleet) -> None:
@@ -174,8 +185,9 @@ async def test_the_prefill_node_is_killed(page: Page, fleet: Fleet) -> None:
     await fleet.become(Fault.REFUSED, "p0")
     await shows(page, "loss", SLOWER)
     assert await text(page, "cause") == "✕ a node: p0"
-    line = "● nothing is handed over: no prefill node serves. No ticket was given in 5 minutes"
+    line = "✕ nothing is handed over: no prefill node serves. No ticket was given in 5 minutes"
     assert await text(page, "hand-overs") == line
+    await shows(page, "ready", "◐ /ready: degraded")
 
 
 async def test_the_prefill_node_freezes(page: Page, fleet: Fleet) -> None:
@@ -193,9 +205,10 @@ async def test_the_network_is_cut(page: Page, fleet: Fleet) -> None:
     cut = (
         "Nothing comes back from any prefill or decode node, on several hosts: look at this proxy's own network first."
     )
-    assert (await findings(page, "what"))[1] == cut
+    assert (await findings(page, "what"))[2] == cut
     assert await text(page, "loss") == "New requests get a 503: no decode node serves."
-    assert await next_step(page) == ("curl -sS -i -m 5 http://p0/health", PageSection.NOTHING_COMES_BACK_FROM_ANY_NODE)
+    section = PageSection.NOTHING_COMES_BACK_FROM_ANY_NODE
+    assert await next_step(page) == (["curl -sS -i -m 5 http://p0/health"], section)
 
 
 async def test_a_node_is_refused_for_a_setting(page: Page, fleet: Fleet) -> None:
@@ -203,19 +216,22 @@ async def test_a_node_is_refused_for_a_setting(page: Page, fleet: Fleet) -> None
     await shows(page, "cause", "✕ a node: d1")
     why = "mamba_cache_mode is 'all' there and 'align' on its partners: set it to 'align'"
     assert await findings(page, "what") == [f"d1 has been refused for 0 s ({why})."]
-    assert await next_step(page) == ("pdproxy check", PageSection.A_NODE_IS_REFUSED)
+    check = "pdproxy check --prefill http://p0 --decode http://d0 --decode http://d1"
+    assert await next_step(page) == ([check], PageSection.A_NODE_IS_REFUSED)
 
 
 async def test_a_node_is_drained(page: Page, fleet: Fleet) -> None:
     fleet.pool.drain("d0")
     await shows(page, "loss", "Served, with less room: 1 of 2 decode nodes take requests as usual.")
-    assert await text(page, "cause") == "● nothing is wrong"
-    assert await findings(page, "what") == ["d0 has been draining for 0 s (drained by the operator)."]
-    command, section = await next_step(page)
+    assert await text(page, "cause") == "● nothing is wrong; taken out on purpose: d0"
+    runs = "No leg runs on it any more."
+    assert await findings(page, "what") == [f"d0 has been draining for 0 s (drained by the operator). {runs}"]
+    assert re.match(r"\d\d:\d\d:\d\d UTC", await text(page, "since"))
+    (command,), section = await next_step(page)
     assert section == PageSection.A_NODE_GOES_AWAY
     fleet.pool.drain("d1")
     await shows(page, "cause", "✕ nodes: d0, d1")
-    assert (await next_step(page)) == (command, section)
+    assert (await next_step(page)) == ([command], section)
     assert re.fullmatch(r"curl -sS -X POST http://127\.0\.0\.1:\d+/nodes/d0/rejoin", command)
 
 
@@ -225,7 +241,9 @@ async def test_requests_are_turned_away(page: Page, fleet: Fleet) -> None:
     fleet.live.recent.ended(request, fleet.clock.now(), Outcome.REJECTED)
     await shows(page, "cause", "◐ neither: too much is asked")
     assert (await findings(page, "what"))[0].startswith("Requests were turned away: all nodes are full")
-    assert await text(page, "loss") == "Some requests get a 429: 1 of 1 in 5 minutes. They may ask again."
+    assert await text(page, "loss") == "Most requests get a 429: 1 of 1 in 5 minutes. They may ask again."
+    room = "0 run (limits.concurrency is 1,024), and 0 wait (limits.queue is 4,096)"
+    assert (await findings(page, "what"))[1] == f"Of prompts, {room}."
     assert await text(page, "hit") == "1 of 1 requests in 5 minutes was turned away"
     assert (await next_step(page))[1] == PageSection.REQUESTS_ARE_TURNED_AWAY
     for _ in range(2):

@@ -10,9 +10,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from pdproxy.admin.commands import HERE, Commands
+from pdproxy.app.build import commands_of
 from pdproxy.intake.routes import AUDIO, BODILESS, FORWARDED, GENERATING
+from pdproxy.nodes.node import BOTH, Node, NodeView
 from pdproxy.request import Endpoint
-from pdproxy.settings.model import Keys, Listen, Settings
+from pdproxy.settings.model import Keys, Listen, Settings, Upstream
 from pdproxy.settings.types import MetricsPort
 from tests.admin.attack import ASK, FORMS, Attack, got_through, on_clients, on_operators, send
 from tests.app.running_proxy import RunningProxy, bearer, running_proxy
@@ -130,3 +133,24 @@ async def test_metrics_are_at_the_clients_port_too_where_they_are_asked_for_and_
         server.client.headers.update(bearer("sk-two"))
         assert (await server.client.get("/metrics")).status_code == 401
         assert "pdproxy_node_up" in (await server.operator.get("/metrics")).text
+
+
+async def test_the_pages_commands_carry_the_token_where_there_is_one(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    async with running_proxy(Settings(listen=Listen(admin_token_file=token))) as server:
+        (await server.operator.post("/nodes/decode-0/drain", headers=bearer("s3cret"))).raise_for_status()
+        state = (await server.operator.get("/ui/state", headers=bearer("s3cret"))).json()
+    header = f'-H "authorization: Bearer $(cat {token})"'
+    assert state["incident"]["next"]["commands"] == [f"curl -sS -X POST {header} {HERE}/nodes/decode-0/rejoin"]
+
+
+def test_the_pages_commands_ask_nodes_as_the_proxy_does(tmp_path: Path) -> None:
+    credential = tmp_path / "credential"
+    credential.write_text("word\n")
+    upstream = Upstream(credential_file=credential, server_name="nodes.example")
+    made = commands_of(Settings(upstream=upstream))
+    node = NodeView(Node("n", "https://10.0.0.1:8000", BOTH))
+    options = f"--upstream-credential-file {credential} --upstream-server-name nodes.example"
+    assert made.check([node]) == f"pdproxy check --node https://10.0.0.1:8000 {options}"
+    assert commands_of(Settings()) == Commands()

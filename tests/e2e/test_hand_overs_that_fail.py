@@ -183,9 +183,10 @@ def until_said(proxy: Asked, began: float) -> tuple[str, dict[str, Any]]:
     """The contents of /ready and of the page once the proxy reports a mistake."""
     while True:
         try:
+            state = proxy.state()
             answer = proxy.operators.get("/ready").json()
-            if answer["status"] == "degraded":
-                return answer["status"], proxy.state()
+            if state["incident"]["hand_overs"].startswith("hand-overs fail"):
+                return answer["status"], state
         except (httpx.TransportError, json.JSONDecodeError):
             answer = {"status": "not up yet"}
         assert time.monotonic() - began < 3 * WITHIN_S, answer

@@ -39,6 +39,12 @@ def test_no_pair_hands_over() -> None:
     assert not of(view("p0", State.DOWN), view("d0"), pairs={("p0", "d0"): CANNOT}).why, "its node is out"
 
 
+def test_what_to_change_is_known_where_a_node_told_why() -> None:
+    assert of(view("p0"), view("d0"), pairs={("p0", "d0"): CANNOT}).changes == {CANNOT: "set NODE_ADDRESS"}
+    assert of(view("p0"), view("d0"), pairs={("p0", "d0"): "other tokens: 2 of 4"}).changes == {}
+    assert of(view("p0", State.DOWN), view("d0"), pairs={("p0", "d0"): CANNOT}).changes == {}
+
+
 def test_some_pairs_hand_over() -> None:
     found = of(view("p0"), view("p1"), view("d0"), pairs={("p0", "d0"): CANNOT}, used=Used(10, 5))
     assert not found.fail

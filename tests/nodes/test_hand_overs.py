@@ -49,7 +49,7 @@ def test_nine_in_ten_of_the_last_fifty_bar_a_pair(seen: Seen) -> None:
     assert seen.barred()
     assert seen.hand_overs.changed
     assert seen.hand_overs.bars()[PAIR].startswith(
-        "d0 computed the prompts of 45 of the last 50 tickets of p0 itself: the log of d0, and its pdproxy_connector_"
+        "d0 computed the prompts of 45 of the last 50 tickets of p0 itself; the log of d0, and its pdproxy_connector_"
     )
 
 

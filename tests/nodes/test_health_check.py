@@ -120,7 +120,8 @@ async def test_the_last_outage_is_kept(
     assert pool.view("d1").outage is None
     transport.nodes["d1"].fault = None
     await visit_all(health, pool)
-    assert (state(pool, "d1"), pool.view("d1").outage) == (State.UP, Outage(began, began + 100))
+    last = Outage(began, began + 100, "health: cannot be reached: injected")
+    assert (state(pool, "d1"), pool.view("d1").outage) == (State.UP, last)
 
 
 async def test_a_lack_of_sockets_in_the_proxy_changes_nothing(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdproxy.nodes.no_hand_over import SideChannel, Told, is_elsewhere, read_told, sentence
+from pdproxy.nodes.no_hand_over import SideChannel, Told, change_of, is_elsewhere, read_told, sentence
 from pdproxy.nodes.node import Node, Role
 
 FAR = SideChannel("10.0.0.1", 5600)
@@ -54,6 +54,24 @@ def test_a_forgotten_address_is_named(host: str, cause: str) -> None:
     at = SideChannel(host, 5600)
     told = sentence(*pair(), at, Told(cause))
     assert told.startswith(f"decode-0 cannot reach prefill-0 at {at}: set NODE_ADDRESS on prefill-0's host")
+
+
+@pytest.mark.parametrize(
+    ("at", "cause", "why", "change"),
+    [
+        (HERE, "peer_unreachable", "[Errno 111] Connection refused", "and restart prefill-0"),
+        (FAR, "peer_unreachable", "NIXL: no way", "let decode-0's host reach that address and port (firewall,"),
+        (FAR, "no_progress", "", "let UCX connect the two hosts on any port (or on those of UCX_TCP_PORT_RANGE)"),
+        (FAR, "unsigned", "", "give both the same (PDPROXY_TICKET_KEYS or pdproxy_key_file)"),
+        (FAR, "fingerprint", "checkpoint", ""),
+        (FAR, "", "", ""),
+    ],
+)
+def test_what_to_change_is_told_apart_from_why(at: SideChannel, cause: str, why: str, change: str) -> None:
+    found = change_of(sentence(*pair(), at, Told(cause, why)))
+    assert change in found
+    assert bool(found) == bool(change)
+    assert "Errno" not in found
 
 
 def test_on_one_host_such_an_address_is_right() -> None:

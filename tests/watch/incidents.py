@@ -27,7 +27,7 @@ from tests.watch.process import SOON, Process, serving
 SETTINGS: Mapping[str, Any] = {"health": {"interval": 1.0, "slow_start": 0.0}}
 HOSTS = {"prefill-0": "127.0.0.1", "decode-0": "127.0.0.2", "decode-1": "127.0.0.3"}
 """Each node is on a host of its own, for some sentences are of hosts."""
-WIDTH, HEIGHT = 1000, 600
+WIDTH, HEIGHT = 1000, 700
 """Pixels of a picture: the page's first section."""
 
 
@@ -248,7 +248,8 @@ def told(state: Mapping[str, Any]) -> str:
     lines += [f"{when}: {each['what']}" for when in ("now", "earlier") for each in found[when]]
     lines += [f"ready: {state['ready']}; {found['hand_overs']}"]
     if step := found["next"]:
-        lines += [f"next: {step['what']}", f"  {step['command']}", f"  {step['docs']}"]
+        lines += [f"next: {step['what']}", *(f"  {each}" for each in step["commands"]), f"then: {step['then']}"]
+        lines += [f"  {step['docs']}"]
     return "\n".join(lines)
 
 

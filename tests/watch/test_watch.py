@@ -215,7 +215,7 @@ def test_a_browser_shows_it(seen: Observed) -> None:
         r"req-\w+ \S+ m?s decode decode-0 (reset|refused) stream moved on ✓ answered", text_of(seen.page, "failures")
     )
     assert re.search(r"prefill-0 → decode-1 .* now: ", text_of(seen.page, "requests"))
-    assert text_of(seen.page, "ready") == "● ready"
+    assert text_of(seen.page, "ready") == "● /ready: ready"
     assert text_of(seen.page, "told").startswith("2 of 3 nodes are up.")
     assert text_of(seen.page, "cause") == "✕ a node: decode-0"
     # The requests too many, which the scenario sends on purpose, were turned away.
