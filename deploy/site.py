@@ -28,7 +28,7 @@ SITE = RUNS / "site"
 REPOSITORY = "https://github.com/pdproxy/pdproxy/blob/main"
 GUIDES = {"helm/pdproxy/README.md": "chart.md", "CHANGELOG.md": "changelog.md"}
 """Pages from outside of `docs/`, each with its name in the site."""
-RANKS = {"troubleshooting.md": 6, "incidents.md": 4}
+RANKS = {"troubleshooting.md": 6, "incidents.md": 4, "upgrading.md": 4, "sizing.md": 2}
 """How much more a hit in a page counts in the search than one elsewhere."""
 
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")

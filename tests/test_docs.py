@@ -192,6 +192,12 @@ def test_each_question_is_answered_within_three_steps_from_the_readme(row: list[
     assert set(re.findall(r"`([A-Z]\w+\.\w+)`", answer)) <= product_names()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_begins_with_a_sentence_that_a_search_can_show(page: Path) -> None:
+    first = re.split(r"^## ", text_of(page).partition("\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    assert re.search(r"^[\w*`\[(]", first, re.MULTILINE), "only a title"
+
+
 HIDDEN = re.compile(r'^ *(?:\w[^"]*)?r?"""(?:Of|What|Whatever|Whoever|Whose|It|That|Such) ', re.MULTILINE)
 """Openings that hide who or what a sentence is about."""
 TESTS = [folder for folder in sorted((ROOT / "tests").iterdir()) if any(folder.glob("*.py"))]

@@ -100,6 +100,19 @@ def test_every_reason_has_its_entry_among_the_symptoms() -> None:
     assert set(NoNodeReason) <= codes
 
 
+def codes() -> set[str]:
+    """The codes of all errors that the proxy itself answers with."""
+    told = [text_of(file) for file in (ROOT / "pdproxy").rglob("*.py")]
+    return {code for text in told for code in re.findall(r"\bcode=\"(\w+)\"", text)}
+
+
+def test_every_code_of_an_error_has_its_row() -> None:
+    rows = "\n".join(row[0] for row in rows_of(sections(TROUBLESHOOTING)["What clients get"]))
+    assert len(codes()) > 20
+    ours = codes() | set(Rejection) - {each for each in Rejection if each.endswith("_rate")} | set(NoNodeReason)
+    assert {code for code in ours if not re.search(rf"\b{code}`", rows)} == set()
+
+
 def alerts() -> list[dict[str, Any]]:
     rules = yaml.safe_load(text_of(ROOT / "deploy/prometheus/alerts.yml"))
     return [rule for group in rules["groups"] for rule in group["rules"]]
@@ -110,6 +123,12 @@ def test_every_alert_leads_to_its_section() -> None:
         assert rule["annotations"]["runbook_url"] == f"{DOCS}/{PAGE}#{rule['alert'].lower()}"
     told = set(re.findall(r"^### (Pdproxy\w+)$", text_of(TROUBLESHOOTING), re.MULTILINE))
     assert told == {rule["alert"] for rule in alerts()}
+
+
+def test_every_alert_has_a_command_that_proves_it() -> None:
+    command = re.compile(r"^\$ |`(?:curl|grep|top|pdproxy check)\b", re.MULTILINE)
+    names = [rule["alert"] for rule in alerts()]
+    assert [name for name in names if not command.search(section_at(TROUBLESHOOTING, name.lower()))] == []
 
 
 def on_call() -> list[list[str]]:

@@ -24,6 +24,8 @@ from pdproxy.orchestration.recorder import Recorder
 from pdproxy.orchestration.relay import Relay
 from pdproxy.orchestration.request_record import AnswerRecord, RequestRecord, Route
 from pdproxy.orchestration.upstream import UpstreamRequest
+from pdproxy.planning.plan_types import Plan
+from pdproxy.reasons import LocalReason, RouteReason
 from pdproxy.request import ClientRequest, Endpoint, Headers, Json, LegForm, ReadPrompt, SubRequest, write_json
 from pdproxy.response import ProxyResponse
 from pdproxy.stream.chunks import rewrite_answer
@@ -204,9 +206,16 @@ def _own_headers(record: AnswerRecord) -> Headers:
 
 def _route_headers(record: AnswerRecord) -> Headers:
     """How the answer was computed; `x-pdproxy-recomputed` where it is known in time (not for streams)."""
-    decision, routes = record.first.decision, {record.first.route, *[prompt.route for prompt in record.further]}
-    why = "" if decision is None else f"; {decision.summary()}"
+    first, routes = record.first, {record.first.route, *[prompt.route for prompt in record.further]}
     if routes <= _ALONE:
-        return (("x-pdproxy-route", f"local{why}"),)
-    route = ("x-pdproxy-route", f"disaggregated{why}")
+        return (("x-pdproxy-route", _with_plan("local", first.local_reason, first.decision)),)
+    reason = None if first.decision is None else first.decision.reason
+    route = ("x-pdproxy-route", _with_plan("disaggregated", reason, first.decision))
     return (route, ("x-pdproxy-recomputed", "1")) if Route.RECOMPUTED in routes else (route,)
+
+
+def _with_plan(route: str, reason: RouteReason | LocalReason | None, decision: Plan | None) -> str:
+    """The route with its reason, which for a local answer is the log line's `local_reason`, and with what the plan took
+    to be cached."""
+    why = "" if reason is None else f"; reason={reason}"
+    return f"{route}{why}" if decision is None else f"{route}{why}; {decision.cached_share()}"

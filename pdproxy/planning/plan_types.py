@@ -123,9 +123,9 @@ class Plan(msgspec.Struct, frozen=True):
             return self.prefill_rank
         return self.decode_rank if node is self.decode else None
 
-    def summary(self) -> str:
-        """For the client: the reason, and how many of the prompt's tokens were taken to be cached."""
-        return f"reason={self.reason}; cached={self.tokens - self.computed}/{self.tokens}"
+    def cached_share(self) -> str:
+        """For the client: how many of the prompt's tokens were taken to be cached."""
+        return f"cached={self.tokens - self.computed}/{self.tokens}"
 
     def facts(self) -> dict[str, str | int | float]:
         """For a log line and a span: flat, and by names that say what they are. Empty where there is no reason."""

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from pdproxy.settings.model import Health, Settings
-from pdproxy.settings.types import FirstHandOver, OnNoDecode
+from pdproxy.settings.types import FirstHandOver, OnNoDecode, Routing
 from tests.app.running_proxy import RunningProxy, running_proxy
 
 SETTINGS = Settings(health=Health(first_hand_over=FirstHandOver.WARM_UP))
@@ -34,7 +34,7 @@ async def test_a_plan_says_why_in_header_log_and_metrics(caplog: pytest.LogCaptu
         metrics = (await running.operator.get("/metrics")).text
     assert first.headers["x-pdproxy-route"].startswith("disaggregated; reason=nothing_cached; cached=0/")
     # A decode node that is seen to be quicker than the first prefill was computes by itself.
-    assert again.headers["x-pdproxy-route"].split("; ")[1] in ("reason=cached", "reason=resumes")
+    assert again.headers["x-pdproxy-route"].split("; ")[1] == "reason=cached"
     assert 'pdproxy_plans_total{reason="nothing_cached"} 1.0' in metrics
     lines = [vars(record) for record in caplog.records if record.name == "pdproxy.orchestration.access_log"]
     assert lines[0]["planned_computed"] == lines[0]["planned_tokens"] > 500
@@ -48,8 +48,23 @@ async def test_a_prefill_node_is_the_last_resort_of_this_policy_too() -> None:
         assert (await running.client.get("/ready")).status_code == 200
         answered = [await ask(running) for _ in range(2)]
         metrics = (await running.operator.get("/metrics")).text
-    assert [each.headers["x-pdproxy-route"].split(";")[0] for each in answered] == ["local", "local"]
+    routes = {each.headers["x-pdproxy-route"].split("; cached")[0] for each in answered}
+    assert routes == {"local; reason=no_decode"}
     assert 'pdproxy_local_total{reason="no_decode"} 2.0' in metrics
+
+
+@pytest.mark.parametrize("routing", Routing)
+async def test_a_local_answer_says_in_its_header_what_its_log_line_says(
+    routing: Routing, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pdproxy")
+    policy = SETTINGS.policy.model_copy(update={"routing": routing})
+    async with running_proxy(SETTINGS.model_copy(update={"policy": policy})) as running:
+        await running.operator.post("/nodes/prefill-0/drain")
+        answered = await ask(running)
+    [line] = [vars(record) for record in caplog.records if record.name == "pdproxy.orchestration.access_log"]
+    assert answered.headers["x-pdproxy-route"].split("; ")[:2] == ["local", f"reason={line['local_reason']}"]
+    assert line["local_reason"] == "no_prefill"
 
 
 async def test_the_operator_may_ask_for_a_plan() -> None:

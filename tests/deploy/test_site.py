@@ -120,12 +120,37 @@ Searches = dict[str, set[str]]
 """Words, and the sections of which the search must list one before all others."""
 SYMPTOMS, INCIDENTS = ROOT / "docs/troubleshooting.md", ROOT / "docs/incidents.md"
 OTHER_WORDS: Mapping[str, Sequence[str]] = {
-    "troubleshooting.html#first-minute": ("proxy or node at fault", "is it the network or the node"),
+    "troubleshooting.html#first-minute-where-is-the-fault-us-a-node-or-the-network": (
+        "proxy or node at fault",
+        "is it the network or the node",
+        "users complain where is the fault",
+    ),
+    "troubleshooting.html#the-proxy-itself-is-down-or-slow": ("proxy down", "port 8081 refused"),
+    "troubleshooting.html#a-gateway-or-load-balancer-answers-for-the-proxy": ("gateway 503", "load balancer 503"),
+    "troubleshooting.html#slow-but-everything-is-up": ("slow but all nodes are up", "slow and ready"),
+    "upgrading.html#take-a-node-out-reboot-maintenance": (
+        "reboot",
+        "maintenance",
+        "drain a node",
+        "reboot decode node host drain and bring back",
+        "drain a node before a reboot",
+    ),
+    "upgrading.html#start-or-restart-a-node": ("start a node", "restart a node"),
+    "sizing.html#how-many-nodes-are-needed": ("how many nodes", "how many prefill nodes"),
     "troubleshooting.html#what-clients-get": ("clients get 503", "503 service unavailable", "503 no_decode"),
-    "troubleshooting.html#requests-are-turned-away": ("429 too many requests", "who is rate limited"),
+    "troubleshooting.html#requests-are-turned-away": (
+        "429 too many requests",
+        "who is rate limited",
+        "clients get 429 which limit",
+    ),
     "troubleshooting.html#why-a-request-was-local": ("local_reason", "request not disaggregated", "all requests local"),
     "troubleshooting.html#nothing-is-handed-over": ("hand-overs fail", "degraded", "served slower"),
-    "troubleshooting.html#follow-one-request": ("trace one request", "x-pdproxy-request-id", "find request in log"),
+    "troubleshooting.html#follow-one-request-what-happened-to-it-by-its-id": (
+        "trace one request",
+        "x-pdproxy-request-id",
+        "find request in log",
+        "what happened to one request by its id",
+    ),
     "troubleshooting.html#blocks-that-stay": ("kv blocks not freed", "gpu memory not released"),
     "troubleshooting.html#turn-hand-overs-off": ("disable hand-overs", "switch off disaggregation"),
     "troubleshooting.html#roll-back": ("rollback", "downgrade", "go back to old release"),
@@ -184,7 +209,8 @@ def test_each_section_is_found_by_the_words_of_its_comment(site: Path) -> None:
     index = json.loads((site / "search/search_index.json").read_text())
     words = {section["location"]: section.get("tags", []) for section in index["docs"]}
     assert "frozen" in words["troubleshooting.html#a-node-is-silent"]
-    named = [line for page in (SYMPTOMS, INCIDENTS) for line in page.read_text().splitlines() if "<!-- search:" in line]
+    pages = (ROOT / "docs").rglob("*.md")
+    named = [line for page in pages for line in page.read_text().splitlines() if "<!-- search:" in line]
     assert sum(map(bool, words.values())) == len(named)
     script = (site / "search/search_index.js").read_text()
     assert json.loads(script.removeprefix("var __index = ")) == index

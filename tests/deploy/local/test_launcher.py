@@ -116,7 +116,7 @@ def test_the_demo_answers_explains_itself_and_leaves_no_process(
     assert "x-pdproxy-route: disaggregated; reason=nothing_cached" in first
     assert re.search(r"decode node, attention blocks: .*[1-9]\d* pulled", first)
     assert re.search(r"decode node, state blocks: .*[1-9]\d* pulled", first)
-    assert "x-pdproxy-route: local; reason=resumes" in second
+    assert "x-pdproxy-route: local; reason=cached" in second
     assert re.search(r"decode node, prompt tokens: .*[1-9]\d* hit", second)
     assert not marked(mark)
 
