@@ -101,9 +101,16 @@ class NodeInfo:
     hashing: Hashing | None = None
     cache: CacheSettings | None = None
     chat_template: str = ""
+    _joined: Node = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_joined", self._fill_in())  # once: each node that joins is compared with all others
 
     def joined(self) -> Node:
         """The node with what was found filled in. What was configured wins."""
+        return self._joined
+
+    def _fill_in(self) -> Node:
         block_size, unit = self.labels.get("block_size", ""), self.fingerprint.get("prefix_match_unit", "")
         return dataclasses.replace(
             self.models.on(self.node, self.node),

@@ -61,6 +61,7 @@ FIRST_TURN = 0.6
 """The part of `CacheAware.itl_budget` for the first turn that a decode place computes, where a prefill place could
 resume as far: the next turn is about as long, and where that one is over the budget, a prefill place computes both."""
 _Scored: TypeAlias = tuple[float, Spot, Hit]
+_VIEW, _KEEPS_STATES = operator.itemgetter(0), operator.attrgetter("node.keeps_states")
 _SCORE, _RECENT, _SPOT = operator.attrgetter("score"), operator.attrgetter("recent"), operator.attrgetter("spot")
 
 
@@ -354,7 +355,7 @@ def _estimate(cost: Cost, spot: Spot, hit: Hit) -> Estimate:
 
 def _keep_states(spots: Sequence[Spot]) -> bool:
     """Whether any of these places keeps states."""
-    return spots[0][0].node.keeps_states or any(view.node.keeps_states for view, _ in spots)
+    return spots[0][0].node.keeps_states or any(map(_KEEPS_STATES, map(_VIEW, spots)))
 
 
 def _having(hits: Hits, wanted: Callable[[NodeView], bool]) -> Hits:

@@ -99,13 +99,16 @@ def with_agents(
         spots: the places that may compute it, by node and rank.
     """
     charged = dict(lost)
+    if turn.home is None:
+        for place, agents in turn.others.items():
+            spot = spots.get((place.node, place.rank))
+            if spot is not None and tokens > large_tokens(spot[0].node):
+                charged[place] = charged.get(place, 0.0) + agents * tokens
+        return charged
     for (name, rank), (view, _) in spots.items():
         if tokens > large_tokens(view.node):
             place = Place(name, rank)
-            if turn.home is None:
-                charged[place] = charged.get(place, 0.0) + turn.others.get(place, 0.0) * tokens
-            else:
-                charged[place] = MOVED * tokens if place != turn.home else 0.0
+            charged[place] = MOVED * tokens if place != turn.home else 0.0
     return charged
 
 
