@@ -2,17 +2,17 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from pdproxy.intake.exchange import Message
-from pdproxy.request import Headers
 from pdproxy.response import EXCHANGE_EXTENSION, Sink
 from pdproxy.settings.model import Limits, Settings
 from tests.app.running_proxy import SOON, RunningProxy, running_proxy
 from tests.fakes.faults import FaultKind, InjectedFault
+from tests.fakes.server_exchange import WithoutDirectWrites
 
 COMPLETION = {"model": "m", "prompt": "one two", "max_tokens": 5}
 LIST = {**COMPLETION, "prompt": ["one two", "three"]}
@@ -29,7 +29,7 @@ async def server() -> AsyncIterator[RunningProxy]:
 JSON = (b"content-type", b"application/json")
 
 
-class Call:
+class Call(WithoutDirectWrites):
     """One request, spoken to the application as a server does; the server cancels what is not over in time."""
 
     chunk_sink: Sink | None = None
@@ -56,21 +56,6 @@ class Call:
     @property
     def sink(self) -> Sink:
         return self._take
-
-    def take_body(self) -> bytes | None:
-        return None
-
-    def write_head(self, status: int, headers: Headers) -> bool:
-        return False
-
-    def write_whole(self, status: int, headers: Headers, body: bytes) -> bool:
-        return False
-
-    def write_end(self) -> bool:
-        return False
-
-    def tell_when_left(self, on_left: Callable[[], None] | None) -> None:
-        """This client stays."""
 
     def _take(self, piece: bytes) -> bool:
         self.sent.append({"type": "http.response.body", "body": piece, "more_body": True})

@@ -7,11 +7,12 @@ import pytest
 
 from pdproxy.intake.exchange import HttpExchange, Message
 from pdproxy.random_ids import random_ids
-from pdproxy.request import Endpoint, Headers
+from pdproxy.request import Endpoint
 from pdproxy.response import EXCHANGE_EXTENSION, Sink
+from tests.fakes.server_exchange import WithoutDirectWrites
 
 
-class Connection:
+class Connection(WithoutDirectWrites):
     """The server's half; `leave` closes the client's."""
 
     sink: Sink | None = None
@@ -28,18 +29,6 @@ class Connection:
         self.exchange = HttpExchange(
             scope | {"extensions": {EXCHANGE_EXTENSION: self}}, self._receive, self._send, random_ids()
         )
-
-    def take_body(self) -> bytes | None:
-        return None
-
-    def write_head(self, status: int, headers: Headers) -> bool:
-        return False
-
-    def write_whole(self, status: int, headers: Headers, body: bytes) -> bool:
-        return False
-
-    def write_end(self) -> bool:
-        return False
 
     def tell_when_left(self, on_left: Callable[[], None] | None) -> None:
         self._on_left = on_left

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +15,10 @@ from pdproxy.intake.handler import HandlerConfig, RequestHandler
 from pdproxy.intake.rate_limits import RateLimits
 from pdproxy.observe.metrics import Metrics
 from pdproxy.random_ids import random_ids
-from pdproxy.request import Endpoint, Headers
+from pdproxy.request import Endpoint
 from pdproxy.response import EXCHANGE_EXTENSION, Sink
 from pdproxy.settings.types import Credential
+from tests.fakes.server_exchange import WithoutDirectWrites
 from tests.orchestration.answers import read_answer
 from tests.orchestration.cluster import MODEL, FakeCluster
 from tests.orchestration.prompts import body_for, right
@@ -34,7 +34,7 @@ HEAD = {
 }
 
 
-class Client:
+class Client(WithoutDirectWrites):
     """Both halves of an ASGI connection; what comes is kept in its order.
 
     Args:
@@ -64,21 +64,6 @@ class Client:
         self.straight += 1
         self.pieces.append(piece)
         return self.straight % self._breath != 0
-
-    def take_body(self) -> bytes | None:
-        return None
-
-    def write_head(self, status: int, headers: Headers) -> bool:
-        return False
-
-    def write_whole(self, status: int, headers: Headers, body: bytes) -> bool:
-        return False
-
-    def write_end(self) -> bool:
-        return False
-
-    def tell_when_left(self, on_left: Callable[[], None] | None) -> None:
-        """This client stays."""
 
     async def ask(self, cluster: FakeCluster) -> bytes:
         """The answer, whole."""
