@@ -113,13 +113,13 @@ async def nodes(_: Size) -> Table:
         async with running_proxy(peer, dataclasses.replace(fleet, decode_ms=20.0), *flags) as proxy:
             await asyncio.sleep(15 if fleet.each > 1 else 1)  # until all were looked at
             events = f", {fleet.batches:g} batches of events a second each" if fleet.batches else ""
-            rows.append(show(Row(f"{peer.name}, {2 * fleet.each}{events}", await _beside_itself(proxy))))
+            rows.append(show(Row(f"{peer.name}, {2 * fleet.each}{events}", await _nodes_figures(proxy))))
     own = "without what the proxy does by itself"
     return Table("nodes", ("ms of CPU a request", own, "of a core, without requests", "memory, MB"), rows)
 
 
-async def _beside_itself(proxy: MeteredProxy) -> tuple[str, ...]:
-    """The figures of `nodes`."""
+async def _nodes_figures(proxy: MeteredProxy) -> tuple[str, ...]:
+    """A request's cost, with and without what the proxy does by itself meanwhile; that of an idle second; memory."""
     began = cpu_seconds(proxy.process.pid)
     await asyncio.sleep(10)
     idle = (cpu_seconds(proxy.process.pid) - began) / 10
