@@ -10,7 +10,7 @@ from pdproxy.reasons import KeepReason
 
 
 class KeepMetrics:
-    """Typed methods, as in `Metrics`."""
+    """Counts conversations that are kept; `Metrics` has one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)

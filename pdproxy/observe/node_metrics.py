@@ -13,7 +13,7 @@ ROLES = ("prefill", "decode")
 
 
 class NodeMetrics:
-    """Typed methods, as in `Metrics`."""
+    """Counts facts of nodes; `Metrics` has one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)

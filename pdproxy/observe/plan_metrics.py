@@ -22,7 +22,7 @@ class _HitSeries(NamedTuple):
 
 
 class PlanMetrics:
-    """Typed methods, as in `Metrics`."""
+    """Counts plans and their hits; `Metrics` has one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counter = partial(Counter, registry=registry)
