@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pdproxy.clock import SystemClock
 from pdproxy.nodes.circuit_breaker import CircuitBreakerConfig
 from pdproxy.nodes.load import Work
-from pdproxy.nodes.node import Footprint, Node, Role, hash64
+from pdproxy.nodes.node import Footprint, Node, PlaceSet, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, Slot
 from pdproxy.planning.plan import PlanPolicy, plan
@@ -95,8 +95,8 @@ class CachedPrompts:
 
     def _one(self, turn: int, half: int) -> PlanInput:
         homes = [(turn * 7 + place) % half for place in range(min(self._cached_on, half))]
-        hits = {Place(f"{role}-{home}"): Hit(TOKENS - 400, TOKENS - 500) for role in Role for home in homes}
-        prefix = PromptHits(TOKENS, HitSource.EVENTS, hits)
+        places = PlaceSet([Place(f"{role}-{home}") for role in Role for home in homes])
+        prefix = PromptHits(TOKENS, HitSource.EVENTS, [(Hit(TOKENS - 400, TOKENS - 500), places)])
         return PlanInput("m", session=hash64(str(turn)), prefix=prefix)
 
 

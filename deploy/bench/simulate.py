@@ -289,8 +289,8 @@ class Simulation:
 
     def hits(self, prompt: HashedPrompt) -> PromptHits:
         """The cached part of a prompt at every place, as far as it is known, with what was just sent there."""
-        found = self.index.hits(prompt.hashes, prompt.tokens, self.clock.now())
-        now = self.clock.now()
+        now, places = self.clock.now(), self.index.numbers.places
+        found = [(hit, places(mask)) for hit, mask in self.index.hits(prompt.hashes, prompt.tokens, now)]
         if self._turnover.is_due(now):
             stored = [(each, self.index.stored(each), self.fleet.shape.blocks) for each in map(Place, self.nodes)]
             self._turnover.note_stored(stored, now)

@@ -15,13 +15,13 @@ from pdproxy.events.places import PlaceCaches, SchemeIndex
 from pdproxy.events.prompt_hashes import MOST_TOKENS, HashFinder, Ids, PromptHashes
 from pdproxy.events.token_ids import Waiting
 from pdproxy.legs.outline import BYTES_PER_TOKEN
-from pdproxy.nodes.node import Node, NodeView, PoolState, ServingNodes
+from pdproxy.nodes.node import Node, NodeView, PlaceSet, PoolState, ServingNodes
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import LookUp
 from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
-from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
+from pdproxy.planning.prefix import Hit, HitPlaces, HitSource, Place, PromptHits
 from pdproxy.planning.prefix_index import PrefixIndex
 from pdproxy.planning.turnover import Turnover
 from pdproxy.request import SubRequest
@@ -39,20 +39,32 @@ class _Candidates:
 
     Attributes:
         views: of these the prefill nodes, or all where there is none: they can be asked for token ids.
-        prefills: the prefill nodes by name.
-        rules: each `Node.match_rule` of these, and a node of it.
+        alike: a prefill node of each `Node.match_rule`, and the names of all that have it.
         schemes: by which any of them hashes prompts.
+        all_read: something is known of each of them from its events.
     """
 
     views: Sequence[NodeView]
-    prefills: Mapping[str, Node]
-    rules: Mapping[tuple[object, ...], Node]
+    alike: Sequence[tuple[Node, frozenset[str]]]
     schemes: tuple[SchemeIndex, ...]
+    all_read: bool
+    _masks: dict[PrefixIndex, tuple[int, Sequence[tuple[Node | None, int]]]] = dataclasses.field(default_factory=dict)
+    """By index, as of this version of its numbers."""
 
     @property
     def render(self) -> Node:
         """The one to ask for token ids."""
         return min(self.views, key=_LOAD).node
+
+    def masks(self, index: PrefixIndex) -> Sequence[tuple[Node | None, int]]:
+        """A prefill node of each kind and the mask of all of the kind; and, with None, that of all other places."""
+        numbers = index.numbers
+        known = self._masks.get(index)
+        if known is None or known[0] != numbers.version:
+            of_kinds: list[tuple[Node | None, int]] = [(node, numbers.mask_of(names)) for node, names in self.alike]
+            others = numbers.all & ~sum(mask for _, mask in of_kinds)
+            known = self._masks[index] = numbers.version, [*of_kinds, (None, others)]
+        return known[1]
 
 
 @dataclasses.dataclass(slots=True)
@@ -117,6 +129,11 @@ class EventPrefixSource:
         """Whether what this node has cached is known from its events, in part at least."""
         return node in self._caches.known
 
+    def reads_all(self, sub_request: SubRequest) -> bool:
+        """Whether it `reads` all nodes that may get this prompt."""
+        candidates = self._candidates(sub_request)
+        return candidates is not None and candidates.all_read
+
     def _stays(self) -> Mapping[Place, float]:
         """See `PromptHits`."""
         now = self._clock.now()
@@ -164,17 +181,17 @@ class EventPrefixSource:
         self, before: PromptHashes, exact: PromptHashes, candidates: _Candidates, computing: Node | None = None
     ) -> None:
         """Whether a place had more than was known; not of the node that computes the prompt meanwhile."""
-        known, cached = (self._hits(each, candidates).items() for each in (before, exact))
-        best = max((hit.resume for _, hit in known), default=0)
+        best = max((hit.resume for hit, _ in self._hits(before, candidates)), default=0)
+        cached = PromptHits(exact.tokens, HitSource.EVENTS, self._hits(exact, candidates)).by_place().items()
         more = (hit.resume - best for place, hit in cached if computing is None or place.node != computing.name)
         self._finder.was_cached(before, exact.tokens, max(0, *more, 0))
 
-    def _hits(self, prompt: PromptHashes, candidates: _Candidates) -> dict[Place, Hit]:
-        hits: dict[Place, Hit] = {}
+    def _hits(self, prompt: PromptHashes, candidates: _Candidates) -> HitPlaces:
+        hits = list[tuple[Hit, PlaceSet]]()
         for scheme in candidates.schemes:
             hashes = prompt.hashes.get(scheme.index.scheme)
             if hashes is not None:
-                hits |= _hits(scheme.index, hashes, prompt.tokens, candidates, self._clock.now())
+                hits += _hits(scheme.index, hashes, prompt.tokens, candidates.masks(scheme.index), self._clock.now())
         return hits
 
     def _expect_prompt(self, prompt: PromptHashes, plan: Plan) -> None:
@@ -225,30 +242,26 @@ def _candidates(served: ServingNodes, known: Mapping[str, SchemeIndex], model: s
     }
     if not schemes:
         return None
-    nodes = [view.node for view in prefills]
-    return _Candidates(
-        prefills or decodes,
-        {node.name: node for node in nodes},
-        {node.match_rule: node for node in nodes},
-        tuple(schemes.values()),
-    )
+    kinds: dict[tuple[object, ...], list[Node]] = {}
+    for view in prefills:
+        kinds.setdefault(view.node.match_rule, []).append(view.node)
+    alike = [(nodes[0], frozenset(node.name for node in nodes)) for nodes in kinds.values()]
+    all_read = all(view.name in known for view in (*prefills, *decodes))
+    return _Candidates(prefills or decodes, alike, tuple(schemes.values()), all_read)
 
 
 def _hits(
-    index: PrefixIndex, hashes: Sequence[int], tokens: int, candidates: _Candidates, now: float
-) -> Mapping[Place, Hit]:
-    """The hits of each place; those of a prefill node are of what its leg computes, whose last token is never a hit."""
-    hits = index.hits(hashes, tokens, now)
-    prefills = candidates.prefills
-    covered = {rule: covered_tokens(node, tokens) for rule, node in candidates.rules.items()}
-    shorter = {leg: index.hits(hashes, leg, now) for leg in set(covered.values())}
-    found: dict[Place, Hit] = {}
-    for place, hit in hits.items():
-        node = prefills.get(place.node)
-        cut = hit if node is None else shorter[covered[node.match_rule]].get(place)
-        if cut is not None:
-            found[place] = cut
-    return found
+    index: PrefixIndex, hashes: Sequence[int], tokens: int, masks: Sequence[tuple[Node | None, int]], now: float
+) -> Iterator[tuple[Hit, PlaceSet]]:
+    """The hits of places; those of a prefill node are of what its leg computes, whose last token is never a hit."""
+    by_leg: dict[int, list[tuple[Hit, int]]] = {}
+    for node, alike in masks:
+        leg = tokens if node is None else covered_tokens(node, tokens)
+        if leg not in by_leg:
+            by_leg[leg] = index.hits(hashes, leg, now)
+        for hit, mask in by_leg[leg]:
+            if mask & alike:
+                yield hit, index.numbers.places(mask & alike)
 
 
 def _is_short(sub_request: SubRequest, schemes: Sequence[SchemeIndex]) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import hashlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -60,6 +60,8 @@ class Outage(NamedTuple):
     reason: str = ""
 
 
+MOST_SETS = 1024
+"""Sets of places whose nodes are remembered."""
 SERVING = frozenset({State.UP, State.PROBING, State.TERMINATING})
 """States in which a node gets requests, or may get some."""
 UNKNOWN_BLOCK = 16
@@ -346,6 +348,18 @@ Spot: TypeAlias = tuple[NodeView, PlaceLoad]
 """A data-parallel rank of a node."""
 
 
+class PlaceSet:
+    """Ranks of nodes, by the node's name and the rank.
+
+    Whoever tells the same set again gives the same object, by which `ServingNodes.spots_of` finds its nodes at once.
+    """
+
+    __slots__ = ("places",)
+
+    def __init__(self, places: Sequence[tuple[str, int]]) -> None:
+        self.places = places
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bars:
     """Why nodes of one cohort exchange no tickets: pairs by the names of prefill and decode node, nodes by name.
@@ -432,7 +446,7 @@ class ServingNodes:
     """
 
     __slots__ = (
-        "all", "alone", "by_name", "cohorts", "heaviest", "lone_ranks", "pairs", "seeds", "shared", "spots"
+        "_spots_of", "all", "alone", "by_name", "cohorts", "heaviest", "lone_ranks", "pairs", "seeds", "shared", "spots"
     )  # fmt: skip
 
     def __init__(self, here: list[NodeView]) -> None:
@@ -450,6 +464,17 @@ class ServingNodes:
         self.alone = all(sum(view.node.ranks for view in self.all.of(role)) < 2 for role in Role)
         self.pairs = any(group.has_pair() for group in self.cohorts)
         self.shared = any(len(view.node.roles) > 1 for view in here)
+        self._spots_of: dict[Role, dict[PlaceSet, Sequence[Spot]]] = {role: {} for role in Role}
+
+    def spots_of(self, role: Role, places: PlaceSet) -> Sequence[Spot]:
+        """Those ranks of a set that are of nodes of this role."""
+        known = self._spots_of[role]
+        found = known.get(places)
+        if found is None:
+            if len(known) >= MOST_SETS:
+                known.clear()
+            found = known[places] = tuple(filter(None, map(self.spots[role].get, places.places)))
+        return found
 
 
 def _group(views: list[NodeView], cohort: str = "") -> NodeGroup:

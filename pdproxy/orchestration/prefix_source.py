@@ -5,6 +5,7 @@ from typing import Protocol
 
 import msgspec
 
+from pdproxy.nodes.node import PlaceSet
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import HitSource, Place, PromptHits
 from pdproxy.request import SubRequest
@@ -56,6 +57,9 @@ class ExactSource(Protocol):
     def reads(self, node: str) -> bool:
         """Whether anything is known of this node."""
 
+    def reads_all(self, sub_request: SubRequest) -> bool:
+        """Whether it `reads` every node that may get this prompt, which was looked up."""
+
 
 class CombinedSource:
     """A `PrefixSource` that takes what is known exactly, and an estimate for all other nodes and prompts."""
@@ -67,11 +71,16 @@ class CombinedSource:
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """As `PrefixSource`. The hits are `HitSource.EVENTS` where any node's are exact."""
         exact = await self._exact.look_up(sub_request)
+        if exact is not None and self._exact.reads_all(sub_request):
+            return exact
         estimate = await self._estimate.look_up(sub_request)
         if exact is None or estimate is None:
             return exact or estimate
-        others = {place: hit for place, hit in estimate.hits.items() if not self._exact.reads(place.node)}
-        return PromptHits(exact.tokens, HitSource.EVENTS, {**others, **exact.hits}, exact.stays)
+        others = [(hit, PlaceSet(self._unread(places))) for hit, places in estimate.hits]
+        return PromptHits(exact.tokens, HitSource.EVENTS, (*exact.hits, *others), exact.stays)
+
+    def _unread(self, places: PlaceSet) -> list[tuple[str, int]]:
+        return [place for place in places.places if not self._exact.reads(place[0])]
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         """As `PrefixSource`."""

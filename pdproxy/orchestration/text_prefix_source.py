@@ -1,8 +1,7 @@
 """An estimate of what places have cached, by what this proxy sent where: the source for nodes without KV events."""
 
 import dataclasses
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,13 +13,11 @@ from pdproxy.nodes.pool import Pool
 from pdproxy.orchestration.prefix_source import RealHit
 from pdproxy.planning.cost import covered_tokens
 from pdproxy.planning.plan_types import Plan
-from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place, PromptHits, place_of
+from pdproxy.planning.prefix import NO_HIT, Hit, HitPlaces, HitSource, Place, PromptHits, place_of
 from pdproxy.planning.renderings import HashesByScheme, KnownPrefix, Rendering
 from pdproxy.planning.text_chain import Chain, chain_of_completion, chain_of_ids, chain_of_text
 from pdproxy.planning.text_index import KeptStates, TextIndex
 from pdproxy.request import Endpoint, SubRequest
-
-_NODE = operator.attrgetter("node")
 
 
 class _Asked(msgspec.Struct):
@@ -42,6 +39,9 @@ class TextPrefixSource:
         self._pool = pool
         self._clock = clock
         self._index = index or TextIndex()
+        self._of: tuple[PoolState, int] | None = None
+        """The nodes, and the version of the numbers, of which these are masks."""
+        self._alike: Sequence[tuple[Node, int]] = ()
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """As `PrefixSource`; None for a prompt without text."""
@@ -51,10 +51,32 @@ class TextPrefixSource:
             return None
         tokens, state = self._tokens(asked, sub_request), self._pool.state()
         if tokens <= state.least_block:
-            return PromptHits(tokens, HitSource.APPROXIMATION, {})
+            return PromptHits(tokens, HitSource.APPROXIMATION, ())
+        return PromptHits(tokens, HitSource.APPROXIMATION, self._hits(chain, state, tokens))
+
+    def _hits(self, chain: Chain, state: PoolState, tokens: int) -> HitPlaces:
+        """In whole blocks of the nodes. Nodes that are alike are one step together."""
         found = self._index.hits(chain, self._clock.now())
-        hits = _all_in_blocks(state, found, tokens) if found else {}
-        return PromptHits(tokens, HitSource.APPROXIMATION, hits)
+        if not found:
+            return ()
+        kinds, places = self._kinds(state), self._index.numbers.places
+        return [
+            (cut, places(mask & alike))
+            for hit, mask in found
+            for node, alike in kinds
+            if mask & alike and (cut := _in_blocks(node, hit, tokens)) is not NO_HIT
+        ]
+
+    def _kinds(self, state: PoolState) -> Sequence[tuple[Node, int]]:
+        """A node of each `Node.match_rule`, and the mask of all that have it."""
+        numbers = self._index.numbers
+        if self._of is None or self._of[0] is not state or self._of[1] != numbers.version:
+            names = [set[str]() for _ in state.rules]
+            for name, rule in state.rule_of.items():
+                names[rule].add(name)
+            self._of = state, numbers.version
+            self._alike = list(zip(state.rules, map(numbers.mask_of, names), strict=True))
+        return self._alike
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         """The places of the plan will have the prompt; the one that computes it, its states."""
@@ -139,21 +161,6 @@ def _ids_or_parts(sub_request: SubRequest) -> tuple[Sequence[int], list[bytes]]:
         return (), prompt_parts(fields)
     ids = prompt_ids(fields)
     return ids, [] if ids else prompt_parts(fields)
-
-
-def _all_in_blocks(state: PoolState, found: Mapping[Place, Hit], tokens: int) -> dict[Place, Hit]:
-    """Hits of a prompt of so many tokens in whole blocks of their nodes.
-
-    Many places have the same of a system prompt, so no step of ours is taken for each of them.
-    """
-    kinds = list(zip(map(state.rule_of.get, map(_NODE, found)), found.values(), strict=True))
-    cuts = {
-        (rule, hit): NO_HIT if rule is None else _in_blocks(state.rules[rule], hit, tokens) for rule, hit in set(kinds)
-    }
-    hits = dict(zip(found, map(cuts.__getitem__, kinds), strict=True))
-    if NO_HIT in cuts.values():
-        return {place: hit for place, hit in hits.items() if hit is not NO_HIT}
-    return hits
 
 
 def _in_blocks(node: Node, hit: Hit, tokens: int) -> Hit:

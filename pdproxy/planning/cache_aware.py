@@ -22,13 +22,12 @@ prompt is computed where few streams run, and an answer is generated where few p
 import dataclasses
 import math
 import operator
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, repeat
 from types import MappingProxyType
 from typing import TypeAlias
 
-from pdproxy.nodes.node import Bars, NodeGroup, NodeView, Role, Spot
+from pdproxy.nodes.node import Bars, NodeGroup, NodeView, PlaceSet, Role, Spot
 from pdproxy.planning.cost import (
     NOTHING_LOST,
     Cost,
@@ -45,7 +44,7 @@ from pdproxy.planning.cost import (
 )
 from pdproxy.planning.plan import Candidates
 from pdproxy.planning.plan_types import Plan
-from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place
+from pdproxy.planning.prefix import NO_HIT, Hit, HitPlaces, HitSource, Place, PromptHits
 from pdproxy.planning.session import own_index
 from pdproxy.reasons import LocalReason, RouteReason
 
@@ -129,12 +128,12 @@ class Comparison:
         prefix = needs.prefix
         self._policy = policy
         self.candidates = candidates
-        self._hits = _by_role(candidates, prefix.hits) if prefix is not None and prefix.hits else _NOTHING_CACHED
+        self._hits = _by_role(candidates, prefix) if prefix is not None and prefix.hits else _NOTHING_CACHED
         self.tokens = needs.tokens if prefix is None else prefix.tokens
         cached = self._hits[Role.PREFILL]
         deepest = 0
         if cached:
-            deepest = max([hit.attention for hit, spots in cached.items() if _keep_states(spots)], default=0)
+            deepest = max([hit.attention for hit, spots in cached if _keep_states(spots)], default=0)
         self._deepest = deepest
         """The longest prefix whose attention blocks any prefill place with states has; see `PrefillCost`."""
         turn = needs.next_turn
@@ -202,13 +201,13 @@ class Comparison:
         Nodes of both roles are left to `best_alone`."""
         if self._policy.itl_budget <= 0:
             return None
-        hits: Hits = {hit: spots for hit, spots in self._hits[Role.DECODE].items() if hit.resume > 0}
+        hits: Hits = [(hit, spots) for hit, spots in self._hits[Role.DECODE] if hit.resume > 0]
         if self.candidates.shared:
             hits = _having(hits, lambda view: len(view.node.roles) == 1)
         if not hits:
             return None
         cost = LocalCost(self.tokens, self.candidates.book)
-        by_score = sorted(_estimates(cost, hits.items()), key=_SCORE)
+        by_score = sorted(_estimates(cost, hits), key=_SCORE)
         return next((each for each in by_score if cost.stall(each) <= self._budget(each)), None)
 
     def _budget(self, alone: Estimate) -> float:
@@ -232,13 +231,13 @@ class Comparison:
 
     def furthest(self, role: Role) -> int:
         """The most tokens of which a place of that role need not compute any."""
-        return max([hit.resume for hit in self._hits[role]], default=0)
+        return max([hit.resume for hit, _ in self._hits[role]], default=0)
 
     def all_estimates(self, cost: Cost, views: Sequence[NodeView], hits: Hits) -> list[Estimate]:
         """The cost of the places that have something cached, and of the lightest rank of each other node."""
-        known = {view.name for spots in hits.values() for view, _ in spots}
+        known = {view.name for _, spots in hits for view, _ in spots}
         fresh = [view.spot for view in views if view.name not in known]
-        return _estimates(cost, [*hits.items(), (NO_HIT, fresh)])
+        return _estimates(cost, [*hits, (NO_HIT, fresh)])
 
     def best(self, cost: Cost, views: Sequence[NodeView], hits: Hits, turn: int) -> Estimate | None:
         """The place that costs least; of nearly equal ones the session's own, or each in its turn."""
@@ -248,8 +247,8 @@ class Comparison:
         if needs.prefix is None and needs.session is not None:
             hits = self._guessed(views, needs.session)
         if len(views) == 1 and len(views[0].places) == 1:  # nothing to compare
-            return _estimate(cost, views[0].spot, next(iter(hits), NO_HIT))
-        scored = [(hit, spots, cost.scores(hit, spots)) for hit, spots in hits.items()]
+            return _estimate(cost, views[0].spot, hits[0][0] if hits else NO_HIT)
+        scored = [(hit, spots, cost.scores(hit, spots)) for hit, spots in hits]
         least = math.inf
         for _, _, scores in scored:
             least = min(least, *scores)
@@ -272,7 +271,7 @@ class Comparison:
 
     def _may_be_fresh(self, cost: Cost, views: Sequence[NodeView], hits: Hits, least: float) -> bool:
         """Whether a place that has nothing cached may cost as little as the best one of the others."""
-        if self.candidates.lone_ranks and sum(map(len, hits.values())) == len(views):
+        if self.candidates.lone_ranks and sum([len(spots) for _, spots in hits]) == len(views):
             return False  # there is none
         return _near(least) >= cost.least_fresh(views, self.candidates.heaviest(cost.role))
 
@@ -284,7 +283,7 @@ class Comparison:
         return near[self._index_by_session_or_idleness(near, turn)]
 
     def _hit_at(self, role: Role, spot: Spot) -> Hit:
-        return next((hit for hit, spots in self._hits[role].items() if spot in spots), NO_HIT)
+        return next((hit for hit, spots in self._hits[role] if spot in spots), NO_HIT)
 
     def _index_by_session_or_idleness(self, near: Sequence[_Scored], turn: int) -> int:
         """The session's own place, where what is cached is an estimate: all its turns are at one place then, and other
@@ -299,7 +298,7 @@ class Comparison:
 
     def _guessed(self, views: Sequence[NodeView], session: int) -> Hits:
         own, tokens = views[own_index(views, session)], int(self.tokens * SESSION_SHARE)
-        return {Hit(tokens, tokens): [(own, own.places[session % len(own.places)])]}
+        return [(Hit(tokens, tokens), [(own, own.places[session % len(own.places)])])]
 
     def reason(self, chosen: Estimate, role: Role) -> RouteReason:
         """Why this place computes the prompt."""
@@ -337,10 +336,10 @@ class Comparison:
         return chosen.place.rank if several else None
 
 
-_NOTHING_CACHED: Mapping[Role, Hits] = MappingProxyType({role: MappingProxyType({}) for role in Role})
+_NOTHING_CACHED: Mapping[Role, Hits] = MappingProxyType(dict.fromkeys(Role, ()))
 
 
-def _estimates(cost: Cost, hits: Iterable[tuple[Hit, Sequence[Spot]]]) -> list[Estimate]:
+def _estimates(cost: Cost, hits: Hits) -> list[Estimate]:
     return [
         Estimate(score, cost.seconds(hit, spot, score), *spot, hit)
         for hit, spots in hits
@@ -360,43 +359,35 @@ def _keep_states(spots: Sequence[Spot]) -> bool:
 
 def _having(hits: Hits, wanted: Callable[[NodeView], bool]) -> Hits:
     """Those on nodes of which this is true."""
-    found = {hit: [spot for spot in spots if wanted(spot[0])] for hit, spots in hits.items()}
-    return {hit: spots for hit, spots in found.items() if spots}
+    found = [(hit, [spot for spot in spots if wanted(spot[0])]) for hit, spots in hits]
+    return [(hit, spots) for hit, spots in found if spots]
 
 
 def _of_cohort(hits: Hits, cohort: str) -> Hits:
     return _having(hits, lambda view: view.node.cohort in ("", cohort))
 
 
-def _by_role(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Role, Hits]:
+def _by_role(candidates: Candidates, prefix: PromptHits) -> Mapping[Role, Hits]:
     """Hits on places that may get the request. A leg that cannot name a rank meets any of its node's."""
-    if not candidates.needs.names_rank:
-        hits = _mean_over_ranks(candidates, hits)
-    found = {
-        Role.PREFILL: _of_role(candidates.spots(Role.PREFILL), hits),
-        Role.DECODE: _of_role(candidates.spots(Role.DECODE), hits),
+    hits = prefix.hits
+    if not candidates.needs.names_rank and not candidates.lone_ranks:
+        hits = _mean_over_ranks(candidates, prefix.by_place())
+    found: dict[Role, Hits] = {
+        role: [(hit, spots) for hit, places in hits if (spots := candidates.spots_of(role, places))] for role in Role
     }
     if candidates.restricted:
         return {role: _having(each, candidates.may_take) for role, each in found.items()}
     return found
 
 
-def _of_role(spots: Mapping[tuple[str, int], Spot], hits: Mapping[Place, Hit]) -> Hits:
-    found: defaultdict[Hit, list[Spot]] = defaultdict(list)
-    for spot, hit in zip(map(spots.get, hits), hits.values(), strict=True):
-        if spot is not None:
-            found[hit].append(spot)
-    return found
-
-
-def _mean_over_ranks(candidates: Candidates, hits: Mapping[Place, Hit]) -> Mapping[Place, Hit]:
+def _mean_over_ranks(candidates: Candidates, hits: Mapping[Place, Hit]) -> HitPlaces:
     sums: dict[str, tuple[int, int]] = {}
     for place, hit in hits.items():
         attention, resume = sums.get(place.node, (0, 0))
         sums[place.node] = attention + hit.attention, resume + hit.resume
     first = [spots.get((name, 0)) for name in sums for spots in map(candidates.spots, Role)]
     ranks = {spot[0].name: spot[0].node.ranks for spot in first if spot is not None}
-    return {Place(name): Hit(*(tokens // ranks[name] for tokens in sums[name])) for name in ranks}
+    return [(Hit(*(tokens // ranks[name] for tokens in sums[name])), PlaceSet([Place(name)])) for name in ranks]
 
 
 def best_allowed_pair(

@@ -126,8 +126,8 @@ class Estimate(msgspec.Struct, frozen=True):
     hit: Hit
 
 
-Hits: TypeAlias = Mapping[Hit, Sequence[Spot]]
-"""The places that have something cached, by what they have: a system prompt is cached everywhere."""
+Hits: TypeAlias = Sequence[tuple[Hit, Sequence[Spot]]]
+"""The places that have something cached, each once, by what they have: a system prompt is cached everywhere."""
 
 
 class Cost(Protocol):

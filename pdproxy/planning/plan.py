@@ -9,7 +9,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from pdproxy.nodes.node import Bars, Node, NodeGroup, NodeView, PoolState, Role, Seeds, Spot
+from pdproxy.nodes.node import Bars, Node, NodeGroup, NodeView, PlaceSet, PoolState, Role, Seeds, Spot
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
 from pdproxy.planning.plan_types import NoNode, Plan, PlanInput, UnknownModel
 from pdproxy.reasons import LocalReason, NoNodeReason
@@ -80,6 +80,10 @@ class Candidates:
         """The places of the nodes of a role that take requests for the model, by the node's name and the rank. Those
         that must not get this one are included: see `may_take`."""
         return self._served.spots[role]
+
+    def spots_of(self, role: Role, places: PlaceSet) -> Sequence[Spot]:
+        """Those of a set of places; as `spots`."""
+        return self._served.spots_of(role, places)
 
     def allow(self, prefill: Node, decode: Node) -> bool:
         """Whether a ticket can pass from one to the other."""

@@ -1,11 +1,13 @@
 """The values that say what places have cached of one prompt. Plans are made from them. Pure."""
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
+
+from pdproxy.nodes.node import PlaceSet
 
 
 class Place(NamedTuple):
@@ -39,6 +41,10 @@ NO_HIT = Hit(0, 0)
 """Nothing is cached."""
 
 
+HitPlaces: TypeAlias = Sequence[tuple[Hit, PlaceSet]]
+"""Hits, each with the places that have it: many have the same, of a system prompt. No place is in two sets."""
+
+
 class HitSource(enum.StrEnum):
     """Where the knowledge comes from."""
 
@@ -60,5 +66,9 @@ class PromptHits(msgspec.Struct, frozen=True):
 
     tokens: int
     source: HitSource
-    hits: Mapping[Place, Hit]
+    hits: HitPlaces
     stays: Mapping[Place, float] = MappingProxyType({})
+
+    def by_place(self) -> dict[Place, Hit]:
+        """The hit of each place."""
+        return {Place(*place): hit for hit, places in self.hits for place in places.places}

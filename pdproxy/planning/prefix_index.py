@@ -29,6 +29,7 @@ from typing import NamedTuple
 from pdproxy.planning.block_hashes import HashScheme
 from pdproxy.planning.block_holders import BlockHolders
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, GroupKind
+from pdproxy.planning.place_numbers import PlaceNumbers
 from pdproxy.planning.prefix import Hit, Place
 
 MOST_BLOCKS = 1 << 19
@@ -58,7 +59,11 @@ class _Expectation(NamedTuple):
 
 
 class PrefixIndex:
-    """All places that hash by one scheme."""
+    """All places that hash by one scheme.
+
+    Attributes:
+        numbers: of the places of which anything is known.
+    """
 
     def __init__(self, scheme: HashScheme, most_blocks: int = MOST_BLOCKS) -> None:
         self.scheme = scheme
@@ -70,7 +75,7 @@ class PrefixIndex:
         self._expectations: list[_Expectation] = []
         self._numbers = count()
         self._records: dict[Place, _Record] = {}
-        self._places: list[Place | None] = []
+        self.numbers = PlaceNumbers()
         self._attentive = 0
         self._states = scheme.states
 
@@ -97,7 +102,7 @@ class PrefixIndex:
         for holders in (*self._held.values(), *self._expected.values()):
             holders.drop_holder(record.bit)
         self._attentive &= ~record.bit
-        self._places[record.bit.bit_length() - 1] = None
+        self.numbers.drop(place)
 
     def knows_all_of(self, place: Place) -> bool:
         """Whether all that the place holds is known, so that what is not here is not there.
@@ -153,24 +158,24 @@ class PrefixIndex:
         last = (tokens if self._drop else tokens - 1) // unit * unit
         return Hit(attention=max(tokens // block * block, last), resume=max(last - self._drop, 0))
 
-    def hits(self, hashes: Sequence[int], tokens: int, now: float) -> Mapping[Place, Hit]:
-        """The hits of each place for a prompt of `tokens` tokens; places that have nothing of it are left out.
+    def hits(self, hashes: Sequence[int], tokens: int, now: float) -> list[tuple[Hit, int]]:
+        """The hits of places for a prompt of `tokens` tokens, each with the mask of the places that have it; places
+        that have nothing of the prompt are left out.
 
         `hashes`: by `PromptHasher` of this index's scheme. `now`: on the clock of the times given to `expect`.
         """
         self._expire(now)
-        hits: dict[Place, Hit] = {}
+        hits = list[tuple[Hit, int]]()
         boundaries: list[tuple[int, int]] | None = None
         plain = self._plain()
         longest = (tokens - 1) // self.scheme.unit * self.scheme.unit
         for end, mask in self._attention_ends(hashes, tokens):
             attention = min(end, longest) - self._drop
-            if attention > 0:
-                hits.update(zip(self._named(mask & plain), repeat(Hit(attention, attention))))
+            if attention > 0 and mask & plain:
+                hits.append((Hit(attention, attention), mask & plain))
             if end > self._drop and mask & ~plain:
                 boundaries = self._boundaries(hashes, tokens) if boundaries is None else boundaries
-                for hit, which in _resumable(end - self._drop, mask & ~plain, boundaries):
-                    hits.update(zip(self._named(which), repeat(hit)))
+                hits += _resumable(end - self._drop, mask & ~plain, boundaries)
         return hits
 
     def _store(self, place: Place, event: BlocksStored) -> None:
@@ -200,11 +205,7 @@ class PrefixIndex:
         """The record of a place; made where there is none."""
         record = self._records.get(place)
         if record is None:
-            if None not in self._places:
-                self._places.append(None)
-            at = self._places.index(None)
-            self._places[at] = place
-            record = self._records[place] = _Record(1 << at)
+            record = self._records[place] = _Record(self.numbers.add(place))
         return record
 
     def _join(self, record: _Record, group: int, kind: GroupKind) -> None:
@@ -238,7 +239,7 @@ class PrefixIndex:
         """How many tokens of attention places have before a unit is dropped, and which places have so many."""
         longest = min((tokens - 1 + self._drop) // self.scheme.unit, len(hashes))
         blocks = hashes[self._scale - 1 : longest : self._scale]
-        left = (1 << len(self._places)) - 1
+        left = self.numbers.all
         for block, holders in enumerate(self._holders(GroupKind.ATTENTION, blocks)):
             ended = left & ~holders
             if ended:
@@ -263,14 +264,6 @@ class PrefixIndex:
         unit = self.scheme.unit
         masks = self._holders(GroupKind.STATE, hashes[: (tokens - 1) // unit])
         return [(at * unit, mask) for at, mask in enumerate(masks, 1) if mask][::-1]
-
-    def _named(self, mask: int) -> Iterator[Place]:
-        while mask:
-            at = mask.bit_length() - 1
-            mask ^= 1 << at
-            place = self._places[at]
-            if place is not None:
-                yield place
 
 
 def _resumable(attention: int, mask: int, boundaries: list[tuple[int, int]]) -> Iterator[tuple[Hit, int]]:

@@ -20,11 +20,11 @@ import itertools
 import math
 import operator
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from pdproxy.planning.place_numbers import PlaceNumbers
 from pdproxy.planning.prefix import Hit, Place
 from pdproxy.planning.renderings import KnownPrefix, Rendering, Renderings
 from pdproxy.planning.text_chain import Chain
@@ -58,27 +58,45 @@ class KeptStates(enum.Enum):
     """The place takes the prompt over, and keeps no state."""
 
 
+class _Times(msgspec.Struct, gc=False):
+    """Places, and when something last was there; monotonic seconds.
+
+    ``at``: by the place's bit. ``mask``: all of these. ``oldest``: none of the times is before it.
+    """
+
+    at: dict[int, float] = {}
+    mask: int = 0
+    oldest: float = -math.inf
+
+    def since(self, oldest: float) -> int:
+        """The places whose time is not before this; the others are forgotten."""
+        if self.oldest < oldest:
+            self.at = at = {bit: time for bit, time in self.at.items() if time >= oldest}
+            self.mask, self.oldest = sum(at), min(at.values(), default=-math.inf)
+        return self.mask
+
+
 class _Mark(msgspec.Struct):
-    """Where a mark was met; monotonic seconds.
+    """Where a mark was met.
 
     ``tokens``: up to here, where a node counted them; 0 for unknown. ``tails``: lengths of the last pieces of prompts
     that ended before a next mark. ``rendered``: the last mark of the prompt through here that was tokenized last; None
     for none. ``shared``: tokens that those have in common which part here; None where none was compared.
     """
 
-    met: dict[Place, float] = {}
-    states: dict[Place, float] | None = None
+    met: _Times = msgspec.field(default_factory=_Times)
+    states: _Times | None = None
     tokens: int = 0
     tails: tuple[int, ...] = ()
     rendered: int | None = None
     shared: int | None = None
 
-    def keep_state(self, place: Place, now: float) -> None:
-        """The place has a state here."""
+    def keep_state(self, bit: int, now: float) -> None:
+        """The place with this bit has a state here."""
         if self.states is None:
-            self.states = {place: now}
-        else:
-            self.states[place] = now
+            self.states = _Times()
+        self.states.at[bit] = now
+        self.states.mask |= bit
 
 
 class _Marks(collections.OrderedDict[int, _Mark]):
@@ -90,7 +108,11 @@ class _Marks(collections.OrderedDict[int, _Mark]):
 
 
 class TextIndex:
-    """The marks of all prompts that were sent somewhere, or tokenized."""
+    """The marks of all prompts that were sent somewhere, or tokenized.
+
+    Attributes:
+        numbers: of the places that were sent any lately.
+    """
 
     def __init__(self, most_marks: int = MOST_MARKS, life: float = LIFE, renderings: Renderings | None = None) -> None:
         self._most_marks = most_marks
@@ -98,6 +120,9 @@ class TextIndex:
         self._endings = collections.defaultdict[str, int](int)
         """Tokens at the end of each model's prompts that were seen to be missing in those that go on from them."""
         self._life = life
+        self.numbers = PlaceNumbers()
+        self._sent: dict[Place, float] = {}
+        """When each of these places was last sent a prompt."""
         self._marks = _Marks()
         self._sizes = collections.defaultdict[str, list[float]](lambda: [BYTES_PER_TOKEN, 1.0])
         """Bytes and tokens of the prompts of each model, later ones with more weight."""
@@ -140,22 +165,33 @@ class TextIndex:
         found = ((end + length, hash((before, piece[:length]))) for length in tails)
         return [(end, value) for end, value in found if value in self._marks]
 
-    def hits(self, chain: Chain, now: float) -> dict[Place, Hit]:
-        """How many tokens of the prompt each place may have cached; not yet cut to blocks."""
+    def hits(self, chain: Chain, now: float) -> list[tuple[Hit, int]]:
+        """How many tokens of the prompt places may have cached, not yet cut to blocks, and the mask of these places."""
         known, oldest = self._known(chain), now - self._life
         if not known:
-            return {}
+            return []
         path = list(map(self._marks.__getitem__, chain.hashes[:known]))
-        depths = dict.fromkeys(_since(path[-1].met, oldest), known)
-        if len(path[0].met) > len(depths):  # for who met any mark met the first
-            _add_shallower(depths, path, oldest)
-        states = _deepest_states(path, oldest)
-        pairs = list(zip(depths.values(), map(states.get, depths, repeat(0)), strict=True))
-        hits = {
-            (end, state): Hit(self._until(path, chain, end), self._until(path, chain, state))
-            for end, state in set(pairs)
-        }
-        return dict(zip(depths, map(hits.__getitem__, pairs), strict=True))
+        states, found = _states(path, oldest), list[tuple[Hit, int]]()
+        left, end = path[0].met.since(oldest), known  # who met any mark met the first
+        while left:
+            here = path[end - 1].met.since(oldest) & left
+            if here:
+                left ^= here
+                found += self._by_state(path, chain, end, states, here)
+            end -= 1
+        return found
+
+    def _by_state(
+        self, path: Sequence[_Mark], chain: Chain, end: int, states: Sequence[tuple[int, int]], left: int
+    ) -> Iterator[tuple[Hit, int]]:
+        """The hits of places whose last mark is the ``end``-th, by the last mark at which they have a state."""
+        attention = self._until(path, chain, end)
+        for state, mask in states:
+            if here := mask & left:
+                left ^= here
+                yield Hit(attention, self._until(path, chain, state)), here
+        if left:
+            yield Hit(attention, 0), left
 
     def _until(self, path: Sequence[_Mark], chain: Chain, end: int) -> int:
         """Tokens up to the mark that is the ``end``-th; 0 before the first."""
@@ -166,28 +202,42 @@ class TextIndex:
         hashes, marks = chain.hashes, self._marks
         if not hashes:
             return
-        last = marks.get(hashes[-1])
-        for place, keeps in places.items():
-            if keeps is KeptStates.ALL and (last is None or place not in last.met):
-                self._branch(chain, place, now)
-        met, touched = dict.fromkeys(places, now), self._touched(chain)
+        last, keeping = marks.get(hashes[-1]), {self._bit(place, now): keeps for place, keeps in places.items()}
+        for bit, keeps in keeping.items():
+            if keeps is KeptStates.ALL and (last is None or bit not in last.met.at):
+                self._branch(chain, bit, now)
+        met, mask, touched = dict.fromkeys(keeping, now), sum(keeping), self._touched(chain)
         for mark in touched:
-            mark.met.update(met)
-        for place, keeps in places.items():
+            times = mark.met
+            times.at.update(met)
+            times.mask |= mask
+        for bit, keeps in keeping.items():
             if keeps is not KeptStates.NONE:
-                touched[0].keep_state(place, now)
+                touched[0].keep_state(bit, now)
         if len(marks) > self._most_marks:
             self._drop_oldest()
 
-    def _branch(self, chain: Chain, place: Place, now: float) -> None:
+    def _bit(self, place: Place, now: float) -> int:
+        """The bit of a place that is sent a prompt now. A place that was sent none for so long that it counts as having
+        nothing gives its number to a new one."""
+        self._sent[place] = now
+        bit = self.numbers.get(place)
+        if bit:
+            return bit
+        for each in [each for each, last in self._sent.items() if last < now - self._life]:
+            del self._sent[each]
+            self.numbers.drop(each)
+        return self.numbers.add(place)
+
+    def _branch(self, chain: Chain, bit: int, now: float) -> None:
         """The place has a state from now on where the prompt parts from what it met before."""
         hashes, marks = chain.hashes, self._marks
         for end in range(self._known(chain), 0, -1):
             mark = marks[hashes[end - 1]]
-            met = mark.met.get(place)
+            met = mark.met.at.get(bit)
             if met is not None:
                 if now - met <= self._life:
-                    mark.keep_state(place, now)
+                    mark.keep_state(bit, now)
                 return
 
     def counted(self, chain: Chain, tokens: int) -> None:
@@ -231,10 +281,11 @@ class TextIndex:
 
     def cached_less(self, chain: Chain, place: Place) -> None:
         """The place had less than its states promised: they are gone, but for the one at the end of this prompt."""
+        bit = self.numbers.get(place)
         for value in chain.hashes[:-1]:
             mark = self._marks.get(value)
-            if mark is not None and mark.states:
-                mark.states.pop(place, None)
+            if mark is not None and mark.states is not None and mark.states.at.pop(bit, None) is not None:
+                mark.states.mask ^= bit
 
     def cached_more(self, chain: Chain, place: Place, cached: int, now: float) -> None:
         """The place resumed after so many tokens: there is a state, unknown until now, at the last mark before."""
@@ -242,7 +293,7 @@ class TextIndex:
         end = bisect.bisect_right(ends, cached, key=lambda each: self.tokens(chain, each))
         mark = self._marks.get(chain.hashes[end - 1]) if end else None
         if mark is not None:
-            mark.keep_state(place, now)
+            mark.keep_state(self._bit(place, now), now)
 
     def _last_rendered(self, chain: Chain) -> tuple[int, Rendering | None]:
         """The last of its marks that a prompt went through whose rendering is kept, and that rendering."""
@@ -316,25 +367,10 @@ class TextIndex:
         return max(size / tokens, 0.5)
 
 
-def _add_shallower(depths: dict[Place, int], path: Sequence[_Mark], oldest: float) -> None:
-    """The last mark of those places that met one since then, and not the last one."""
-    for end in range(len(path) - 1, 0, -1):
-        for place, met in path[end - 1].met.items():
-            if met >= oldest and place not in depths:
-                depths[place] = end
-
-
-def _deepest_states(path: Sequence[_Mark], oldest: float) -> dict[Place, int]:
-    """The last mark at which each place has a state that it has kept or used since then."""
-    found: dict[Place, int] = {}
-    for end, mark in enumerate(path, 1):
-        if mark.states:
-            found.update(dict.fromkeys(_since(mark.states, oldest), end))
-    return found
-
-
-def _since(times: Mapping[Place, float], oldest: float) -> Iterable[Place]:
-    """The places whose time is not before ``oldest``: all of them, as a rule."""
-    if min(times.values(), default=oldest) >= oldest:
-        return times
-    return [place for place, time in times.items() if time >= oldest]
+def _states(path: Sequence[_Mark], oldest: float) -> list[tuple[int, int]]:
+    """The marks at which places have a state that they have kept or used since then, the last one first."""
+    return [
+        (end, mask)
+        for end in range(len(path), 0, -1)
+        if (states := path[end - 1].states) is not None and (mask := states.since(oldest))
+    ]

@@ -41,6 +41,7 @@ from tests.e2e.conftest import REQUEST_TIMEOUT_S
 from tests.e2e.legs import TO_HAND_OVER, Params, complete
 from tests.e2e.metrics_reader import PATIENCE_S, read, watch
 from tests.events.prompts import sub_request
+from tests.planning.hits import by_place
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(900)]
 
@@ -138,7 +139,8 @@ class Observer:
     def hit(self, name: str, hashes: HashesByScheme, tokens: int) -> Hit:
         """How much a node has cached of a prompt's first tokens."""
         index = self.scheme().index
-        return index.hits(hashes[index.scheme], tokens, self.clock.now()).get(Place(name), Hit(0, 0))
+        found = index.hits(hashes[index.scheme], tokens, self.clock.now())
+        return by_place(found, index.numbers).get(Place(name), Hit(0, 0))
 
     def scheme(self) -> SchemeIndex:
         """The scheme of all nodes."""

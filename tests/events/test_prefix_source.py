@@ -102,7 +102,7 @@ async def test_each_place_has_what_its_events_say() -> None:
     assert found is not None
     assert (found.tokens, found.source) == (40, HitSource.EVENTS)
     # One place that publishes of states shows that the model has them: the decode node has none.
-    assert dict(found.hits) == {Place("p0"): Hit(32, 16), Place("d0"): Hit(16, 0)}
+    assert found.by_place() == {Place("p0"): Hit(32, 16), Place("d0"): Hit(16, 0)}
 
 
 async def test_a_text_is_rendered_on_the_least_busy_prefill_node() -> None:
@@ -111,7 +111,7 @@ async def test_a_text_is_rendered_on_the_least_busy_prefill_node() -> None:
     with world.pool.acquire("p0"):
         found = await world.source.look_up(request("word " * 10))
     assert found is not None
-    assert Place("p0") in found.hits
+    assert Place("p0") in found.by_place()
     assert {name: len(info.asked) for name, info in world.infos.items()} == {"p0": 0, "p1": 1, "d0": 0}
 
 
@@ -149,7 +149,7 @@ async def test_where_there_is_one_place_of_each_role_there_is_nothing_to_look_up
     ranks.tell("p0", stored(hashes()[3]), rank=0)
     found = await ranks.source.look_up(request())
     assert found is not None
-    assert dict(found.hits) == {Place("p0", 0): Hit(16, 16)}
+    assert found.by_place() == {Place("p0", 0): Hit(16, 16)}
 
 
 async def test_without_events_nothing_is_known() -> None:
@@ -172,7 +172,7 @@ async def test_a_salt_makes_another_prompt_of_it() -> None:
     plain, salted = await world.source.look_up(request()), await world.source.look_up(request(cache_salt="mine"))
     assert plain is not None
     assert salted is not None
-    assert (dict(plain.hits), dict(salted.hits)) == ({}, {Place("p0"): Hit(32, 16)})
+    assert (plain.by_place(), salted.by_place()) == ({}, {Place("p0"): Hit(32, 16)})
 
 
 async def test_what_was_routed_counts_at_once_and_not_for_ever() -> None:
@@ -184,11 +184,11 @@ async def test_what_was_routed_counts_at_once_and_not_for_ever() -> None:
     world.source.routed(first, Plan(world.node("p1"), world.node("d0")))
     found = await world.source.look_up(request(name="next"))
     assert found is not None
-    assert dict(found.hits) == {Place("p1"): Hit(36, 36)}
+    assert found.by_place() == {Place("p1"): Hit(36, 36)}
     world.caches.clock.advance(EXPECTED_SECONDS)
     later = await world.source.look_up(request(name="later"))
     assert later is not None
-    assert dict(later.hits) == {}
+    assert later.by_place() == {}
 
 
 async def test_a_decode_node_that_computes_alone_keeps_a_state() -> None:
@@ -200,7 +200,7 @@ async def test_a_decode_node_that_computes_alone_keeps_a_state() -> None:
     world.source.routed(asked, Plan(None, world.node("d0")))
     found = await world.source.look_up(asked)
     assert found is not None
-    assert found.hits[Place("d0")] == Hit(36, 36)
+    assert found.by_place()[Place("d0")] == Hit(36, 36)
 
 
 @pytest.mark.parametrize("unit", [0, 4])
@@ -214,7 +214,7 @@ async def test_a_decode_node_has_nothing_of_a_ticket_that_it_has_not_read(unit: 
     world.source.routed(asked, Plan(world.node("p1"), decode))
     found = await world.source.look_up(asked)
     assert found is not None
-    assert Place("d0") not in found.hits
+    assert Place("d0") not in found.by_place()
 
 
 async def test_a_rank_that_vllm_chooses_is_not_guessed() -> None:
@@ -227,7 +227,7 @@ async def test_a_rank_that_vllm_chooses_is_not_guessed() -> None:
         world.source.routed(asked, plan)
     found = await world.source.look_up(asked)
     assert found is not None
-    assert set(found.hits) == {Place("d0", 0)}
+    assert set(found.by_place()) == {Place("d0", 0)}
 
 
 async def test_a_prompt_that_was_not_looked_up_is_routed_without_a_trace() -> None:
@@ -236,7 +236,7 @@ async def test_a_prompt_that_was_not_looked_up_is_routed_without_a_trace() -> No
     world.source.routed(request(), Plan(world.node("p1"), world.node("d0")))
     found = await world.source.look_up(request())
     assert found is not None
-    assert set(found.hits) == {Place("p0")}
+    assert set(found.by_place()) == {Place("p0")}
 
 
 async def test_a_prefill_leg_computes_no_more_than_its_hand_over_covers_and_never_hits_its_last_token() -> None:
@@ -249,7 +249,7 @@ async def test_a_prefill_leg_computes_no_more_than_its_hand_over_covers_and_neve
         world.tell(name, blocks, stored(hashes()[7], hashes()[8], group=STATE, kind="mamba"))
     found = await world.source.look_up(request())
     assert found is not None
-    assert dict(found.hits) == {Place("p0"): Hit(32, 32), Place("d0"): Hit(36, 36)}
+    assert found.by_place() == {Place("p0"): Hit(32, 32), Place("d0"): Hit(36, 36)}
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ async def test_a_long_prompt_is_looked_up_like_a_short_one() -> None:
     world.tell("p0", *(stored(each, group=ATTENTION) for each in hashes(ids)[3:403:4]))
     found = await world.source.look_up(request(ids))
     assert found is not None
-    assert dict(found.hits) == {Place("p0"): Hit(1600, 1600)}
+    assert found.by_place() == {Place("p0"): Hit(1600, 1600)}
 
 
 async def test_how_long_blocks_stay_is_told_by_what_a_place_stores() -> None:

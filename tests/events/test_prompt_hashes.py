@@ -83,7 +83,7 @@ async def test_a_turn_of_a_known_conversation_is_planned_exactly_and_at_once_tho
     world.no_node_answers()
     found = at_once(world.both.look_up(request(text(SECOND))))
     assert found is not None
-    assert (found.source, dict(found.hits)) == (HitSource.EVENTS, {Place("p1"): Hit(196, 196)})
+    assert (found.source, found.by_place()) == (HitSource.EVENTS, {Place("p1"): Hit(196, 196)})
     assert found.tokens == pytest.approx(SECOND, rel=0.1)
     assert (world.looked_up("known"), world.looked_up("asked")) == (1, 1)
 
@@ -95,7 +95,7 @@ async def test_what_the_place_has_evicted_is_not_planned_with() -> None:
     world.tell("p1", removed(hashes(tuple(range(FIRST)))[48], group=STATE))
     found = at_once(world.both.look_up(request(text(SECOND))))
     assert found is not None
-    assert found.hits[Place("p1")] == Hit(196, 0)
+    assert found.by_place()[Place("p1")] == Hit(196, 0)
 
 
 async def test_an_equal_prompt_is_known_to_the_last_token() -> None:
@@ -118,7 +118,7 @@ async def test_the_rest_of_a_prompt_is_learned_behind_its_plan_and_counts_where_
     assert (world.looked_up("known"), world.caches.count("token_ids_total", outcome="fetched")) == (1, 2)
     found = at_once(world.both.look_up(request(text(SECOND + 20))))
     assert found is not None
-    assert found.hits[Place("p1")] == Hit(SECOND // 4 * 4, SECOND // 4 * 4), "228 of 230: a state is kept there"
+    assert found.by_place()[Place("p1")] == Hit(SECOND // 4 * 4, SECOND // 4 * 4), "228 of 230: a state is kept there"
 
 
 async def test_until_the_ids_are_there_what_is_known_of_a_prompt_counts_where_it_was_routed() -> None:
@@ -130,7 +130,7 @@ async def test_until_the_ids_are_there_what_is_known_of_a_prompt_counts_where_it
     world.both.routed(asked, Plan(world.node("p0"), world.node("d0")))
     found = at_once(world.both.look_up(request(text(FIRST) + text(30, "else"))))
     assert found is not None
-    assert found.hits[Place("p0")] == Hit(192, 0), "in whole blocks, and without a state"
+    assert found.by_place()[Place("p0")] == Hit(192, 0), "in whole blocks, and without a state"
     await world.background.aclose()
 
 

@@ -8,6 +8,7 @@ from pdproxy.orchestration.prefix_source import CombinedSource, RealHit
 from pdproxy.planning.plan_types import Plan
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
 from pdproxy.request import ClientRequest, Endpoint, HeldBody, SubRequest
+from tests.planning.hits import hit_places
 
 BODY = {"model": "tiny", "prompt": "a"}
 ASKED = SubRequest(
@@ -17,18 +18,19 @@ ASKED = SubRequest(
     "r",
 )
 READ, UNREAD = Place("read"), Place("unread")
-EXACT = PromptHits(100, HitSource.EVENTS, {READ: Hit(64, 32)}, {READ: 60.0})
-ESTIMATE = PromptHits(90, HitSource.APPROXIMATION, {READ: Hit(80, 80), UNREAD: Hit(16, 0)})
+EXACT = PromptHits(100, HitSource.EVENTS, hit_places({READ: Hit(64, 32)}), {READ: 60.0})
+ESTIMATE = PromptHits(90, HitSource.APPROXIMATION, hit_places({READ: Hit(80, 80), UNREAD: Hit(16, 0)}))
 
 
 class Source:
     """Says always the same, and keeps what it is told."""
 
     def __init__(self, hits: PromptHits | None) -> None:
-        self._hits = hits
+        self._hits, self.all_read, self.asked = hits, False, 0
         self.told: list[Plan | RealHit] = []
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
+        self.asked += 1
         return self._hits
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
@@ -43,16 +45,28 @@ class Source:
     def reads(self, node: str) -> bool:
         return node == READ.node
 
+    def reads_all(self, sub_request: SubRequest) -> bool:
+        return self.all_read
+
 
 async def test_the_estimate_counts_for_nodes_of_which_nothing_is_known() -> None:
     found = await CombinedSource(Source(EXACT), Source(ESTIMATE)).look_up(ASKED)
-    assert found == PromptHits(100, HitSource.EVENTS, {READ: Hit(64, 32), UNREAD: Hit(16, 0)}, {READ: 60.0})
+    assert found is not None
+    assert found.by_place() == {READ: Hit(64, 32), UNREAD: Hit(16, 0)}
+    assert (found.tokens, found.source, found.stays) == (100, HitSource.EVENTS, {READ: 60.0})
+
+
+async def test_where_all_nodes_are_known_nothing_is_estimated() -> None:
+    exact, estimate = Source(EXACT), Source(ESTIMATE)
+    exact.all_read = True
+    assert await CombinedSource(exact, estimate).look_up(ASKED) is EXACT
+    assert estimate.asked == 0
 
 
 async def test_a_node_that_is_known_to_have_nothing_is_not_estimated_to_have_something() -> None:
-    found = await CombinedSource(Source(PromptHits(100, HitSource.EVENTS, {})), Source(ESTIMATE)).look_up(ASKED)
+    found = await CombinedSource(Source(PromptHits(100, HitSource.EVENTS, ())), Source(ESTIMATE)).look_up(ASKED)
     assert found is not None
-    assert found.hits == {UNREAD: Hit(16, 0)}
+    assert found.by_place() == {UNREAD: Hit(16, 0)}
 
 
 async def test_one_alone_is_enough() -> None:

@@ -61,5 +61,5 @@ async def test_a_prefill_leg_ends_before_the_prompt_and_keeps_its_state_earlier(
     source.routed(first, Plan(pool.view("p").node, pool.view("d").node))
     found = await source.look_up(second)
     assert found is not None
-    assert found.hits[Place("p")] == prefill
-    assert decode is None or found.hits[Place("d")] == decode
+    assert found.by_place()[Place("p")] == prefill
+    assert decode is None or found.by_place()[Place("d")] == decode

@@ -29,6 +29,7 @@ from pdproxy.planning.session import Session
 from pdproxy.reasons import LocalReason, RouteReason
 from pdproxy.settings.types import OnPrefillFailure
 from tests.fakes.views import view_of
+from tests.planning.hits import hit_places
 
 POLICIES: list[RoutingPolicy] = [CacheAware(), Session(), LEAST_LOADED]
 ROLES = {"p": PREFILL, "d": DECODE, "n": BOTH}
@@ -51,7 +52,7 @@ def view(
 
 def make(*views: NodeView, hits: dict[str, tuple[int, int]] | None = None, **needs: object) -> Plan:
     places = {Place(name): Hit(*hit) for name, hit in (hits or {}).items()}
-    prefix = None if hits is None else PromptHits(TOKENS, HitSource.EVENTS, places)
+    prefix = None if hits is None else PromptHits(TOKENS, HitSource.EVENTS, hit_places(places))
     asked = PlanInput("m", prefix=prefix, tokens=TOKENS, **needs)  # type: ignore[arg-type]
     return plan(PoolState(views), asked, PlanPolicy(CacheAware()), 0)
 
@@ -97,7 +98,7 @@ def test_a_plan_is_always_allowed_and_never_of_a_node_with_itself(
     excluded: frozenset[str],
 ) -> None:
     places = {Place(name): Hit(*hit) for name, hit in (hits or {}).items()}
-    prefix = None if hits is None else PromptHits(TOKENS, HitSource.EVENTS, places)
+    prefix = None if hits is None else PromptHits(TOKENS, HitSource.EVENTS, hit_places(places))
     needs = PlanInput("m", excluded=excluded, prefix=prefix, tokens=TOKENS, session=session)
     here = [each.node for each in views if each.name not in excluded]
     pairs = [

@@ -17,6 +17,7 @@ from pdproxy.planning.plan_types import NextTurn, Plan, PlanInput
 from pdproxy.planning.prefix import NO_HIT, Hit, HitSource, Place, PromptHits
 from pdproxy.reasons import LocalReason, RouteReason
 from tests.fakes.views import view_of
+from tests.planning.hits import hit_places
 
 BY_CACHE = PlanPolicy(CacheAware())
 TOKENS = 4000
@@ -49,7 +50,7 @@ def make(
         Place(name.split("/")[0], int([*name.split("/"), "0"][1])): Hit(*hit) for name, hit in (hits or {}).items()
     }
     remain = {Place(name): seconds for name, seconds in stays.items()}
-    prefix = None if hits is None else PromptHits(tokens, source, places, remain)
+    prefix = None if hits is None else PromptHits(tokens, source, hit_places(places), remain)
     return plan(PoolState(views, bars, book), PlanInput("m", prefix=prefix, tokens=tokens, **needs), policy, turn)  # type: ignore[arg-type]
 
 
@@ -358,7 +359,9 @@ def test_one_hot_prefix_loads_no_node_much_more_than_the_mean() -> None:
 
 
 def test_one_node_is_chosen_by_what_it_will_do() -> None:
-    prefix = PromptHits(TOKENS, HitSource.EVENTS, {Place("d1"): Hit(3584, 3584), Place("p1"): Hit(3584, 3584)})
+    prefix = PromptHits(
+        TOKENS, HitSource.EVENTS, hit_places({Place("d1"): Hit(3584, 3584), Place("p1"): Hit(3584, 3584)})
+    )
     pool_state, needs = PoolState(PAIRS), PlanInput("m", prefix=prefix)
     assert [choose(pool_state, role, needs, BY_CACHE, 1).name for role in Role] == ["p1", "d1"]
 
@@ -410,7 +413,7 @@ def test_nodes_of_both_roles_are_priced_for_what_they_evict_too() -> None:
     both = [view_of(Node(name, f"http://{name}", BOTH, "m"), State.UP, 0) for name in ("n1", "n2")]
     hits = {Place("n1"): Hit(1280, 1280)}
     for seconds, chosen in ((20.0, "n2"), (900.0, "n1")):
-        prefix = PromptHits(TOKENS, HitSource.EVENTS, hits, {Place("n1"): seconds})
+        prefix = PromptHits(TOKENS, HitSource.EVENTS, hit_places(hits), {Place("n1"): seconds})
         needs = PlanInput("m", prefix=prefix, tokens=TOKENS, next_turn=THIRTY_SECONDS)
         made = plan(PoolState(tuple(both), NO_BARS, None), needs, BY_CACHE, 0)
         assert made.computing.name == chosen
@@ -482,5 +485,5 @@ def test_agents_spread_over_nodes_of_both_roles_too() -> None:
     ]
     for agents, chosen in (({}, "n1"), ({Place("n1"): 2.0}, "n2")):
         turn = NextTurn(30.0, 8000.0, others=agents)
-        needs = PlanInput("m", prefix=PromptHits(TOKENS, HitSource.EVENTS, {}), tokens=TOKENS, next_turn=turn)
+        needs = PlanInput("m", prefix=PromptHits(TOKENS, HitSource.EVENTS, ()), tokens=TOKENS, next_turn=turn)
         assert plan(PoolState(tuple(both), NO_BARS, None), needs, BY_CACHE, 0).computing.name == chosen

@@ -18,6 +18,7 @@ from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, GroupKind, group_kind
 from pdproxy.planning.prefix import Hit, Place
 from pdproxy.planning.prefix_index import PrefixIndex
+from tests.planning.hits import by_place
 
 ATTENTION, STATE = GroupKind.ATTENTION, GroupKind.STATE
 UNIT, BLOCK = 2, 6
@@ -90,8 +91,12 @@ def index_with(*events: CacheEvent, place: Place = P) -> PrefixIndex:
     return index
 
 
+def found(index: PrefixIndex, hashes: Sequence[int], tokens: int, now: float) -> dict[Place, Hit]:
+    return by_place(index.hits(hashes, tokens, now), index.numbers)
+
+
 def hit(index: PrefixIndex, place: Place = P, tokens: int = TOKENS, now: float = 0.0) -> Hit:
-    return index.hits(PROMPT[: tokens // UNIT], tokens, now).get(place, Hit(0, 0))
+    return found(index, PROMPT[: tokens // UNIT], tokens, now).get(place, Hit(0, 0))
 
 
 # ---- what is there
@@ -189,8 +194,8 @@ def test_a_place_s_bit_can_be_another_s() -> None:
     index.apply(Q, stored(ATTENTION, blocks(1)))
     index.drop_place(P)
     index.apply(R, stored(ATTENTION, blocks(2)))
-    assert index.hits(PROMPT, TOKENS, 0.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
-    assert index.hits(PROMPT, TOKENS, 10.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
+    assert found(index, PROMPT, TOKENS, 0.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
+    assert found(index, PROMPT, TOKENS, 10.0) == {Q: Hit(6, 0), R: Hit(12, 0)}
 
 
 def test_removals_of_blocks_that_were_never_there_change_nothing() -> None:
@@ -334,7 +339,7 @@ def test_a_forgotten_place_s_expectations_are_not_another_s() -> None:
     index.expect(P, PROMPT, Hit(18, 0), until=5.0)
     index.drop_place(P)
     index.expect(Q, PROMPT, Hit(18, 0), until=9.0)
-    assert index.hits(PROMPT, TOKENS, 6.0) == {Q: Hit(18, 0)}
+    assert found(index, PROMPT, TOKENS, 6.0) == {Q: Hit(18, 0)}
 
 
 # ---- against a plain model
@@ -362,4 +367,4 @@ def test_it_is_what_the_places_said(events: list[tuple[Place, CacheEvent]], toke
             plain[place].take(event)
         wanted: Mapping[Place, Hit] = {place: said.hit(PROMPT, tokens, hybrid=hybrid) for place, said in plain.items()}
         wanted = {place: each for place, each in wanted.items() if each != Hit(0, 0)}
-        assert index.hits(PROMPT[: tokens // UNIT], tokens, 0.0) == wanted
+        assert found(index, PROMPT[: tokens // UNIT], tokens, 0.0) == wanted

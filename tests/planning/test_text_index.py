@@ -7,10 +7,15 @@ import pytest
 from pdproxy.planning.prefix import Hit, Place
 from pdproxy.planning.text_chain import CHUNK, Chain, chain_of_completion, chain_of_ids, chain_of_text
 from pdproxy.planning.text_index import MOST_TAILS, KeptStates, TextIndex
+from tests.planning.hits import by_place
 
 P0, P1, D0 = Place("p0"), Place("p1"), Place("d0")
 SYSTEM = b"be kind. " * 200
 """1,800 bytes: 450 tokens where nothing is known."""
+
+
+def found(index: TextIndex, chain: Chain, now: float) -> dict[Place, Hit]:
+    return by_place(index.hits(chain, now), index.numbers)
 
 
 def chat(*messages: bytes, model: str = "m", salt: str = "") -> Chain:
@@ -23,14 +28,14 @@ TURN_1, TURN_2 = chat(FIRST), chat(FIRST, ANSWER, SECOND)
 
 
 def test_nothing_is_known_of_what_was_never_sent() -> None:
-    assert TextIndex().hits(TURN_1, 0) == {}
+    assert found(TextIndex(), TURN_1, 0) == {}
     assert TextIndex().tokens(TURN_1) == (len(SYSTEM) + len(FIRST)) / 4
 
 
 def test_the_next_turn_can_resume_where_the_last_prompt_ended() -> None:
     index = TextIndex()
     index.sent(TURN_1, {P0: KeptStates.ALL}, 0)
-    assert index.hits(TURN_2, 1) == {P0: Hit(525, 525)}
+    assert found(index, TURN_2, 1) == {P0: Hit(525, 525)}
 
 
 @pytest.mark.parametrize("length", [CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 5 * CHUNK + 70])
@@ -39,7 +44,7 @@ def test_a_completion_goes_on_where_the_last_prompt_ended(length: int) -> None:
     index, text = TextIndex(), bytes(number % 251 for number in range(8 * CHUNK))
     for end in range(length, length + 1000, 100):
         chain = index.refined(chain_of_completion("m", "", text[:end]))
-        resumed = index.hits(chain, 0).get(P0, Hit(0, 0))
+        resumed = found(index, chain, 0).get(P0, Hit(0, 0))
         assert resumed.resume == (0 if end == length else -(-(end - 100) // 4)), end
         assert resumed.attention >= resumed.resume
         index.sent(chain, {P0: KeptStates.END}, 0)
@@ -58,13 +63,13 @@ def test_a_prompt_goes_on_where_an_earlier_one_ended_though_others_went_on_from_
     following = index.refined(chain_of_completion("m", "", text))
     assert first.hashes[-1] in following.hashes
     assert list(following.ends) == sorted(set(following.ends))
-    assert index.hits(following, 0)[P0] == Hit(-(-(CHUNK + 50) // 4), -(-(CHUNK + 50) // 4))
+    assert found(index, following, 0)[P0] == Hit(-(-(CHUNK + 50) // 4), -(-(CHUNK + 50) // 4))
 
 
 def test_ids_go_on_where_the_last_prompt_ended() -> None:
     index, ids = TextIndex(), list(range(1000))
     index.sent(chain_of_ids("m", "", ids[:700]), {P0: KeptStates.END}, 0)
-    assert index.hits(index.refined(chain_of_ids("m", "", ids)), 0) == {P0: Hit(700, 700)}
+    assert found(index, index.refined(chain_of_ids("m", "", ids)), 0) == {P0: Hit(700, 700)}
 
 
 def test_another_text_of_the_same_length_is_not_gone_on_from() -> None:
@@ -72,7 +77,7 @@ def test_another_text_of_the_same_length_is_not_gone_on_from() -> None:
     index.sent(chain_of_completion("m", "", b"a" * CHUNK + b"b" * 50), {P0: KeptStates.END}, 0)
     chain = chain_of_completion("m", "", b"a" * CHUNK + b"c" * 100)
     assert index.refined(chain).hashes == chain.hashes
-    assert index.hits(index.refined(chain), 0) == {P0: Hit(CHUNK // 4, 0)}
+    assert found(index, index.refined(chain), 0) == {P0: Hit(CHUNK // 4, 0)}
 
 
 def test_of_many_ends_after_one_mark_the_last_are_remembered() -> None:
@@ -87,38 +92,38 @@ def test_a_longer_message_does_not_go_on_where_a_shorter_one_ended() -> None:
     """For the template ended that one."""
     index = TextIndex()
     index.sent(chat(b"a" * CHUNK + b"b"), {P0: KeptStates.END}, 0)
-    assert index.hits(index.refined(chat(b"a" * CHUNK + b"bc")), 0)[P0].resume == 0
+    assert found(index, index.refined(chat(b"a" * CHUNK + b"bc")), 0)[P0].resume == 0
 
 
 def test_a_shared_prefix_has_a_state_from_its_second_meeting_on() -> None:
     index, resumed = TextIndex(), list[int]()
     for number in range(3):
         prompt = chat(b"question %d" % number)
-        resumed.append(index.hits(prompt, 0).get(P0, Hit(0, 0)).resume)
+        resumed.append(found(index, prompt, 0).get(P0, Hit(0, 0)).resume)
         index.sent(prompt, {P0: KeptStates.ALL}, 0)
     assert resumed == [0, 0, 450]
-    assert index.hits(chat(b"another"), 0)[P0] == Hit(450, 450)
+    assert found(index, chat(b"another"), 0)[P0] == Hit(450, 450)
 
 
 def test_each_place_meets_a_prefix_for_itself() -> None:
     index = TextIndex()
     for number, place in enumerate((P0, P0, P1)):
         index.sent(chat(b"question %d" % number), {place: KeptStates.ALL}, 0)
-    found = index.hits(chat(b"another"), 0)
-    assert (found[P0].resume, found[P1].resume, found[P1].attention) == (450, 0, 450)
+    another = found(index, chat(b"another"), 0)
+    assert (another[P0].resume, another[P1].resume, another[P1].attention) == (450, 0, 450)
 
 
 def test_a_prompt_of_exactly_the_prefix_gives_the_next_one_its_state() -> None:
     index = TextIndex()
     index.sent(chat(), {P0: KeptStates.ALL}, 0)
-    assert index.hits(chat(b"question"), 0)[P0] == Hit(450, 450)
+    assert found(index, chat(b"question"), 0)[P0] == Hit(450, 450)
 
 
 @pytest.mark.parametrize(("keeps", "resume"), [(KeptStates.NONE, 0), (KeptStates.END, 525)])
 def test_a_decode_node_keeps_a_state_only_where_it_can_resume(keeps: KeptStates, resume: int) -> None:
     index = TextIndex()
     index.sent(TURN_1, {D0: keeps}, 0)
-    assert index.hits(TURN_2, 0) == {D0: Hit(525, resume)}
+    assert found(index, TURN_2, 0) == {D0: Hit(525, resume)}
 
 
 def test_salts_models_and_ids_do_not_meet() -> None:
@@ -129,7 +134,7 @@ def test_salts_models_and_ids_do_not_meet() -> None:
         chat(FIRST, model="lora", salt="lora"),
         chain_of_ids("m", "", range(600)),
     ):
-        assert index.hits(other, 0) == {}
+        assert found(index, other, 0) == {}
 
 
 def test_a_prompt_of_ids_is_counted_exactly() -> None:
@@ -137,7 +142,7 @@ def test_a_prompt_of_ids_is_counted_exactly() -> None:
     index.sent(chain_of_ids("m", "", ids[:700]), {P0: KeptStates.ALL}, 0)
     longer = chain_of_ids("m", "", ids)
     assert index.tokens(longer) == 1000
-    assert index.hits(longer, 0)[P0].attention == 640
+    assert found(index, longer, 0)[P0].attention == 640
     index.counted(longer, 5)
     assert index.tokens(longer) == 1000
 
@@ -146,7 +151,7 @@ def test_what_answers_count_is_learned() -> None:
     index = TextIndex()
     index.sent(TURN_1, {P0: KeptStates.ALL}, 0)
     index.counted(TURN_1, 1050)
-    assert index.hits(TURN_2, 0)[P0] == Hit(1050, 1050)
+    assert found(index, TURN_2, 0)[P0] == Hit(1050, 1050)
     assert index.tokens(TURN_2) == pytest.approx(1050 + (len(ANSWER) + len(SECOND)) / 2, rel=0.02)
     assert index.tokens(chat(model="other", salt="o")) == 450
 
@@ -158,29 +163,29 @@ def test_a_place_that_had_less_is_believed() -> None:
     third = chat(b"question 3")
     index.sent(third, {P0: KeptStates.ALL}, 0)
     index.cached_less(third, P0)
-    assert index.hits(chat(b"another"), 0)[P0] == Hit(450, 0)
-    assert index.hits(chat(b"question 3", b"more"), 0)[P0].resume > 450, "it has computed this one now"
+    assert found(index, chat(b"another"), 0)[P0] == Hit(450, 0)
+    assert found(index, chat(b"question 3", b"more"), 0)[P0].resume > 450, "it has computed this one now"
 
 
 def test_a_place_that_had_more_is_believed() -> None:
     index = TextIndex()
     index.sent(TURN_1, {P0: KeptStates.ALL}, 0)
     index.cached_more(TURN_1, P0, 460, 0)
-    assert index.hits(chat(b"another"), 0)[P0] == Hit(450, 450)
+    assert found(index, chat(b"another"), 0)[P0] == Hit(450, 450)
 
 
 def test_what_is_old_is_taken_to_be_evicted() -> None:
     index = TextIndex(life=60)
     index.sent(TURN_1, {P0: KeptStates.ALL}, 0)
-    assert index.hits(TURN_2, 60)
-    assert index.hits(TURN_2, 61) == {}
+    assert found(index, TURN_2, 60)
+    assert found(index, TURN_2, 61) == {}
 
 
 def test_a_state_that_is_used_lives_on() -> None:
     index = TextIndex(life=60)
     for minute in range(5):
         index.sent(chat(b"question %d" % minute), {P0: KeptStates.ALL}, 50 * minute)
-    assert index.hits(chat(b"another"), 230)[P0] == Hit(450, 450)
+    assert found(index, chat(b"another"), 230)[P0] == Hit(450, 450)
 
 
 def test_a_state_that_is_no_longer_used_is_taken_to_be_evicted() -> None:
@@ -188,14 +193,14 @@ def test_a_state_that_is_no_longer_used_is_taken_to_be_evicted() -> None:
     for number in range(2):
         index.sent(chat(b"question %d" % number), {P0: KeptStates.ALL}, 0)
     index.sent(chat(b"question 1", b"more"), {P0: KeptStates.ALL}, 50)
-    assert index.hits(chat(b"another"), 61)[P0] == Hit(450, 0)
+    assert found(index, chat(b"another"), 61)[P0] == Hit(450, 0)
 
 
 def test_of_an_old_conversation_the_end_is_forgotten_first() -> None:
     index, old = TextIndex(most_marks=50), chain_of_text("m", "", [b"%d" % number for number in range(40)])
     index.sent(old, {P0: KeptStates.ALL}, 0)
     index.sent(chain_of_text("m", "", [b"other %d" % number for number in range(30)]), {P0: KeptStates.ALL}, 1)
-    assert index.hits(old, 1)[P0].attention == index.tokens(old, 20)
+    assert found(index, old, 1)[P0].attention == index.tokens(old, 20)
 
 
 def test_memory_is_bounded_and_the_latest_is_kept() -> None:
@@ -203,8 +208,8 @@ def test_memory_is_bounded_and_the_latest_is_kept() -> None:
     for number in range(100):
         index.sent(chat(b"question %d" % number * 100), {P0: KeptStates.ALL}, number)
         assert len(index) <= 50
-    assert index.hits(chat(b"question 99" * 100), 100)[P0].attention > 450
-    assert index.hits(chat(b"question 3" * 100), 100)[P0] == Hit(450, 450)
+    assert found(index, chat(b"question 99" * 100), 100)[P0].attention > 450
+    assert found(index, chat(b"question 3" * 100), 100)[P0] == Hit(450, 450)
 
 
 def test_marks_are_few_and_a_long_prompt_is_looked_up_quickly() -> None:
@@ -214,6 +219,6 @@ def test_marks_are_few_and_a_long_prompt_is_looked_up_quickly() -> None:
     for number in range(20):
         index.sent(chain, {Place(f"p{number}"): KeptStates.ALL}, 0)
     began = time.process_time()
-    index.hits(chain_of_text("m", "", parts), 0)
+    found(index, chain_of_text("m", "", parts), 0)
     kilobytes = sum(map(len, parts)) / 1024
     assert (time.process_time() - began) / kilobytes < 50e-6, "seconds for each KB: a tenth of that was measured"

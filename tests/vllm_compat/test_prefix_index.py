@@ -3,20 +3,26 @@
 import dataclasses
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from pdproxy.nodes.node import Binding, Capacity, Node, Role
 from pdproxy.planning.block_hashes import PromptExtras, PromptHasher
 from pdproxy.planning.cost import covered_tokens
-from pdproxy.planning.prefix import Hit
+from pdproxy.planning.prefix import Hit, Place
 from pdproxy.planning.prefix_index import PrefixIndex
 from tests.connector.harness import BLOCK, ONE_BEHIND, at_pace, make_node, take_ticket
+from tests.planning.hits import by_place
 from tests.vllm_compat.publishing_node import MODELS, Engine
 
 TURNS = int(os.environ.get("FUZZED", "30"))
 NOTHING = Hit(0, 0)
+
+
+def hit_of(index: PrefixIndex, place: Place, hashes: Sequence[int], prompt: Sequence[int]) -> Hit:
+    """The hit that the index tells of one place."""
+    return by_place(index.hits(hashes, len(prompt), 0.0), index.numbers).get(place, NOTHING)
 
 
 def check(engine: Engine, hasher: PromptHasher) -> Iterator[Hit]:
@@ -24,7 +30,7 @@ def check(engine: Engine, hasher: PromptHasher) -> Iterator[Hit]:
     for salt, prompt in engine.prompts():
         hashes = hasher.hashes(prompt, PromptExtras(salt=salt))
         assert hashes is not None
-        found = engine.events.index.hits(hashes, len(prompt), 0.0).get(engine.place, NOTHING)
+        found = hit_of(engine.events.index, engine.place, hashes, prompt)
         assert found == engine.finds(salt, prompt), (salt, prompt)
         yield found
 
@@ -84,7 +90,7 @@ def test_after_a_gap_it_never_says_more_than_there_is(name: str) -> None:
         engine.live()
         for salt, prompt in engine.prompts():
             hashes = hasher.hashes(prompt, PromptExtras(salt=salt)) or ()
-            hit = engine.events.index.hits(hashes, len(prompt), 0.0).get(engine.place, NOTHING)
+            hit = hit_of(engine.events.index, engine.place, hashes, prompt)
             assert hit.resume <= engine.finds(salt, prompt).resume
             assert hit.attention <= engine.attention(salt, prompt)
             hits += hit.resume > 0
@@ -102,7 +108,7 @@ def test_what_is_expected_of_a_prompt_is_what_comes(name: str) -> None:
         expecting = PrefixIndex(model.scheme)
         expecting.expect(engine.place, hasher.hashes(prompt) or (), expecting.after_prefill(tokens), until=1.0)
         for later in (prompt, [*prompt, 1], [*prompt, *engine.text(40)]):
-            found = expecting.hits(hasher.hashes(later) or (), len(later), 0.0).get(engine.place, NOTHING)
+            found = hit_of(expecting, engine.place, hasher.hashes(later) or (), later)
             assert found == engine.finds(None, later), (tokens, len(later))
 
 

@@ -1,0 +1,65 @@
+"""Numbers of places, so that a set of places is one integer with a bit for each: a mask. Pure."""
+
+from itertools import compress
+
+from pdproxy.nodes.node import MOST_SETS, PlaceSet
+from pdproxy.planning.prefix import Place
+
+
+class PlaceNumbers:
+    """The places that an index knows.
+
+    Attributes:
+        version: another one whenever a place gets a number or loses it.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._bits: dict[Place, int] = {}
+        self._places: list[Place | None] = []
+        """By their numbers; None where a number is free."""
+        self._sets: dict[int, PlaceSet] = {}
+
+    def get(self, place: Place) -> int:
+        """The bit of a place; 0 for one without a number."""
+        return self._bits.get(place, 0)
+
+    def add(self, place: Place) -> int:
+        """The bit of a place that has none yet: that of the lowest number which is free."""
+        if None not in self._places:
+            self._places.append(None)
+        at = self._places.index(None)
+        self._places[at] = place
+        self._bits[place] = bit = 1 << at
+        self._changed()
+        return bit
+
+    def drop(self, place: Place) -> None:
+        """The place's number is free; ignored where it has none."""
+        bit = self._bits.pop(place, 0)
+        if bit:
+            self._places[bit.bit_length() - 1] = None
+            self._changed()
+
+    @property
+    def all(self) -> int:
+        """The mask of all numbers, free ones included."""
+        return (1 << len(self._places)) - 1
+
+    def places(self, mask: int) -> PlaceSet:
+        """The places of a mask; the same object for the same mask, mostly."""
+        found = self._sets.get(mask)
+        if found is None:
+            if len(self._sets) >= MOST_SETS:
+                self._sets.clear()
+            chosen = compress(self._places, map("1".__eq__, reversed(f"{mask:b}")))
+            found = self._sets[mask] = PlaceSet([place for place in chosen if place is not None])
+        return found
+
+    def mask_of(self, nodes: frozenset[str] | set[str]) -> int:
+        """The mask of the places of these nodes."""
+        return sum(bit for place, bit in self._bits.items() if place.node in nodes)
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._sets.clear()
