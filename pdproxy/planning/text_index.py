@@ -58,21 +58,21 @@ class KeptStates(enum.Enum):
     """The place takes the prompt over, and keeps no state."""
 
 
-class _Times(msgspec.Struct, gc=False):
-    """Places, and when something last was there; monotonic seconds.
+class _Places(msgspec.Struct, gc=False):
+    """Places that have something, each with when it last got or used that; monotonic seconds.
 
-    ``at``: by the place's bit. ``mask``: all of these. ``oldest``: none of the times is before it.
+    ``times``: by the place's bit. ``mask``: of these places. ``earliest``: no time is before it.
     """
 
-    at: dict[int, float] = {}
+    times: dict[int, float] = {}
     mask: int = 0
-    oldest: float = -math.inf
+    earliest: float = -math.inf
 
     def since(self, oldest: float) -> int:
-        """The places whose time is not before this; the others are forgotten."""
-        if self.oldest < oldest:
-            self.at = at = {bit: time for bit, time in self.at.items() if time >= oldest}
-            self.mask, self.oldest = sum(at), min(at.values(), default=-math.inf)
+        """The mask of the places whose time is not before this; the other places are forgotten."""
+        if self.earliest < oldest:
+            self.times = times = {bit: time for bit, time in self.times.items() if time >= oldest}
+            self.mask, self.earliest = sum(times), min(times.values(), default=-math.inf)
         return self.mask
 
 
@@ -84,8 +84,8 @@ class _Mark(msgspec.Struct):
     for none. ``shared``: tokens that those have in common which part here; None where none was compared.
     """
 
-    met: _Times = msgspec.field(default_factory=_Times)
-    states: _Times | None = None
+    met: _Places = msgspec.field(default_factory=_Places)
+    states: _Places | None = None
     tokens: int = 0
     tails: tuple[int, ...] = ()
     rendered: int | None = None
@@ -94,8 +94,8 @@ class _Mark(msgspec.Struct):
     def keep_state(self, bit: int, now: float) -> None:
         """The place with this bit has a state here."""
         if self.states is None:
-            self.states = _Times()
-        self.states.at[bit] = now
+            self.states = _Places()
+        self.states.times[bit] = now
         self.states.mask |= bit
 
 
@@ -111,7 +111,7 @@ class TextIndex:
     """The marks of all prompts that were sent somewhere, or tokenized.
 
     Attributes:
-        numbers: of the places that were sent any lately.
+        numbers: the numbers of the places that were sent prompts lately.
     """
 
     def __init__(self, most_marks: int = MOST_MARKS, life: float = LIFE, renderings: Renderings | None = None) -> None:
@@ -202,15 +202,16 @@ class TextIndex:
         hashes, marks = chain.hashes, self._marks
         if not hashes:
             return
-        last, keeping = marks.get(hashes[-1]), {self._bit(place, now): keeps for place, keeps in places.items()}
+        keeping = {self._bit(place, now): keeps for place, keeps in places.items()}
+        last = marks.get(hashes[-1])
+        had = 0 if last is None else last.met.since(now - self._life)
         for bit, keeps in keeping.items():
-            if keeps is KeptStates.ALL and (last is None or bit not in last.met.at):
+            if keeps is KeptStates.ALL and not had & bit:
                 self._branch(chain, bit, now)
         met, mask, touched = dict.fromkeys(keeping, now), sum(keeping), self._touched(chain)
         for mark in touched:
-            times = mark.met
-            times.at.update(met)
-            times.mask |= mask
+            mark.met.times.update(met)
+            mark.met.mask |= mask
         for bit, keeps in keeping.items():
             if keeps is not KeptStates.NONE:
                 touched[0].keep_state(bit, now)
@@ -218,8 +219,8 @@ class TextIndex:
             self._drop_oldest()
 
     def _bit(self, place: Place, now: float) -> int:
-        """The bit of a place that is sent a prompt now. A place that was sent none for so long that it counts as having
-        nothing gives its number to a new one."""
+        """The bit of a place that is sent a prompt now. A new place may get the number of one that was sent none for so
+        long that it counts as having nothing."""
         self._sent[place] = now
         bit = self.numbers.get(place)
         if bit:
@@ -231,13 +232,10 @@ class TextIndex:
 
     def _branch(self, chain: Chain, bit: int, now: float) -> None:
         """The place has a state from now on where the prompt parts from what it met before."""
-        hashes, marks = chain.hashes, self._marks
         for end in range(self._known(chain), 0, -1):
-            mark = marks[hashes[end - 1]]
-            met = mark.met.at.get(bit)
-            if met is not None:
-                if now - met <= self._life:
-                    mark.keep_state(bit, now)
+            mark = self._marks[chain.hashes[end - 1]]
+            if mark.met.since(now - self._life) & bit:
+                mark.keep_state(bit, now)
                 return
 
     def counted(self, chain: Chain, tokens: int) -> None:
@@ -284,7 +282,7 @@ class TextIndex:
         bit = self.numbers.get(place)
         for value in chain.hashes[:-1]:
             mark = self._marks.get(value)
-            if mark is not None and mark.states is not None and mark.states.at.pop(bit, None) is not None:
+            if mark is not None and mark.states is not None and mark.states.times.pop(bit, None) is not None:
                 mark.states.mask ^= bit
 
     def cached_more(self, chain: Chain, place: Place, cached: int, now: float) -> None:

@@ -3,6 +3,8 @@
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdproxy.planning.prefix import Hit, Place
 from pdproxy.planning.text_chain import CHUNK, Chain, chain_of_completion, chain_of_ids, chain_of_text
@@ -222,3 +224,44 @@ def test_marks_are_few_and_a_long_prompt_is_looked_up_quickly() -> None:
     found(index, chain_of_text("m", "", parts), 0)
     kilobytes = sum(map(len, parts)) / 1024
     assert (time.process_time() - began) / kilobytes < 50e-6, "seconds for each KB: a tenth of that was measured"
+
+
+def test_a_new_place_has_nothing_of_the_one_whose_number_it_gets() -> None:
+    """Pods get new names: numbers are given again, or masks would grow for ever."""
+    index = TextIndex(life=60)
+    for number in range(100):
+        place, now = Place(f"pod-{number}"), 100.0 * number
+        index.sent(TURN_2, {place: KeptStates.ALL}, now)
+        assert found(index, TURN_2, now) == {place: Hit(index.tokens(TURN_2), index.tokens(TURN_2))}
+    assert index.numbers.all == 1
+
+
+def test_a_new_place_meets_a_prefix_where_the_one_before_it_had_met_more() -> None:
+    index = TextIndex(life=60)
+    index.sent(TURN_2, {P0: KeptStates.ALL}, 0)
+    index.sent(chat(b"question"), {P1: KeptStates.ALL}, 100)
+    assert index.numbers.get(P1) == 1, "the number that P0 had"
+    index.sent(TURN_2, {P1: KeptStates.ALL}, 101)
+    assert found(index, chat(b"another"), 102) == {P1: Hit(450, 450)}
+
+
+Sent = tuple[int, Place, KeptStates, float]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from([P0, P1, D0]), st.sampled_from(KeptStates), st.floats(0, 30)),
+        max_size=12,
+    )
+)
+def test_the_hits_of_a_place_do_not_depend_on_the_others(steps: list[Sent]) -> None:
+    """An index of all places and one of each tell the same, through lives that end."""
+    prompts = [chat(*messages) for messages in ((), (b"a",), (b"a", b"b"), (b"a", b"b", b"c"), (b"a", b"d"), (b"e",))]
+    together, alone, now = TextIndex(life=60), {place: TextIndex(life=60) for place in (P0, P1, D0)}, 0.0
+    for number, place, keeps, later in steps:
+        now += later
+        together.sent(prompts[number], {place: keeps}, now)
+        alone[place].sent(prompts[number], {place: keeps}, now)
+        for prompt in prompts:
+            each = {name: hit for index in alone.values() for name, hit in found(index, prompt, now).items()}
+            assert found(together, prompt, now) == each
