@@ -15,7 +15,7 @@ from pdproxy.events.places import PlaceCaches, SchemeIndex
 from pdproxy.events.prompt_hashes import MOST_TOKENS, HashFinder, Ids, PromptHashes
 from pdproxy.events.token_ids import Waiting
 from pdproxy.legs.outline import BYTES_PER_TOKEN
-from pdproxy.nodes.node import Node, NodeView, PlaceSet, PoolState, ServingNodes
+from pdproxy.nodes.node import Node, NodeView, PlaceSet, PoolState, Role, ServingNodes
 from pdproxy.nodes.pool import Pool
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import LookUp
@@ -39,32 +39,18 @@ class _Candidates:
 
     Attributes:
         views: of these the prefill nodes, or all where there is none: they can be asked for token ids.
-        alike: a prefill node of each `Node.match_rule`, and the names of all that have it.
         schemes: by which any of them hashes prompts.
         all_read: something is known of each of them from its events.
     """
 
     views: Sequence[NodeView]
-    alike: Sequence[tuple[Node, frozenset[str]]]
     schemes: tuple[SchemeIndex, ...]
     all_read: bool
-    _masks: dict[PrefixIndex, tuple[int, Sequence[tuple[Node | None, int]]]] = dataclasses.field(default_factory=dict)
-    """By index, as of this version of its numbers."""
 
     @property
     def render(self) -> Node:
         """The one to ask for token ids."""
         return min(self.views, key=_LOAD).node
-
-    def masks(self, index: PrefixIndex) -> Sequence[tuple[Node | None, int]]:
-        """A prefill node of each kind and the mask of all of the kind; and, with None, that of all other places."""
-        numbers = index.numbers
-        known = self._masks.get(index)
-        if known is None or known[0] != numbers.version:
-            of_kinds: list[tuple[Node | None, int]] = [(node, numbers.mask_of(names)) for node, names in self.alike]
-            others = numbers.all & ~sum(mask for _, mask in of_kinds)
-            known = self._masks[index] = numbers.version, [*of_kinds, (None, others)]
-        return known[1]
 
 
 @dataclasses.dataclass(slots=True)
@@ -182,16 +168,19 @@ class EventPrefixSource:
     ) -> None:
         """Whether a place had more than was known; not of the node that computes the prompt meanwhile."""
         best = max((hit.resume for hit, _ in self._hits(before, candidates)), default=0)
-        cached = PromptHits(exact.tokens, HitSource.EVENTS, self._hits(exact, candidates)).by_place().items()
-        more = (hit.resume - best for place, hit in cached if computing is None or place.node != computing.name)
+        more = (
+            hit.resume - best
+            for hit, places in self._hits(exact, candidates)
+            if computing is None or any(name != computing.name for name, _ in places.places)
+        )
         self._finder.was_cached(before, exact.tokens, max(0, *more, 0))
 
     def _hits(self, prompt: PromptHashes, candidates: _Candidates) -> HitPlaces:
-        hits = list[tuple[Hit, PlaceSet]]()
+        hits, state, now = list[tuple[Hit, PlaceSet]](), self._pool.state(), self._clock.now()
         for scheme in candidates.schemes:
             hashes = prompt.hashes.get(scheme.index.scheme)
             if hashes is not None:
-                hits += _hits(scheme.index, hashes, prompt.tokens, candidates.masks(scheme.index), self._clock.now())
+                hits += _hits(scheme.index, hashes, prompt.tokens, scheme.index.numbers.kinds(state), now)
         return hits
 
     def _expect_prompt(self, prompt: PromptHashes, plan: Plan) -> None:
@@ -242,21 +231,17 @@ def _candidates(served: ServingNodes, known: Mapping[str, SchemeIndex], model: s
     }
     if not schemes:
         return None
-    kinds: dict[tuple[object, ...], list[Node]] = {}
-    for view in prefills:
-        kinds.setdefault(view.node.match_rule, []).append(view.node)
-    alike = [(nodes[0], frozenset(node.name for node in nodes)) for nodes in kinds.values()]
     all_read = all(view.name in known for view in (*prefills, *decodes))
-    return _Candidates(prefills or decodes, alike, tuple(schemes.values()), all_read)
+    return _Candidates(prefills or decodes, tuple(schemes.values()), all_read)
 
 
 def _hits(
-    index: PrefixIndex, hashes: Sequence[int], tokens: int, masks: Sequence[tuple[Node | None, int]], now: float
+    index: PrefixIndex, hashes: Sequence[int], tokens: int, kinds: Sequence[tuple[Node, int]], now: float
 ) -> Iterator[tuple[Hit, PlaceSet]]:
     """The hits of places; those of a prefill node are of what its leg computes, whose last token is never a hit."""
     by_leg: dict[int, list[tuple[Hit, int]]] = {}
-    for node, alike in masks:
-        leg = tokens if node is None else covered_tokens(node, tokens)
+    for node, alike in kinds:
+        leg = covered_tokens(node, tokens) if Role.PREFILL in node.roles else tokens
         if leg not in by_leg:
             by_leg[leg] = index.hits(hashes, leg, now)
         for hit, mask in by_leg[leg]:

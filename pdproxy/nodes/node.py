@@ -60,8 +60,6 @@ class Outage(NamedTuple):
     reason: str = ""
 
 
-MOST_SETS = 1024
-"""Sets of places whose nodes are remembered."""
 SERVING = frozenset({State.UP, State.PROBING, State.TERMINATING})
 """States in which a node gets requests, or may get some."""
 UNKNOWN_BLOCK = 16
@@ -348,10 +346,14 @@ Spot: TypeAlias = tuple[NodeView, PlaceLoad]
 """A data-parallel rank of a node."""
 
 
-class PlaceSet:
-    """Ranks of nodes, by the node's name and the rank.
+MOST_SETS = 1024
+"""Sets of places that are remembered."""
 
-    Whoever tells the same set again gives the same object, by which `ServingNodes.spots_of` finds its nodes at once.
+
+class PlaceSet:
+    """Data-parallel ranks of nodes, each by the node's name and the rank.
+
+    An index gives the same object for the same set, so that `ServingNodes.spots_of` has to look its nodes up only once.
     """
 
     __slots__ = ("places",)

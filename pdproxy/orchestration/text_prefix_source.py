@@ -39,9 +39,6 @@ class TextPrefixSource:
         self._pool = pool
         self._clock = clock
         self._index = index or TextIndex()
-        self._of: tuple[PoolState, int] | None = None
-        """The nodes, and the version of the numbers, of which these are masks."""
-        self._alike: Sequence[tuple[Node, int]] = ()
 
     async def look_up(self, sub_request: SubRequest) -> PromptHits | None:
         """As `PrefixSource`; None for a prompt without text."""
@@ -59,24 +56,13 @@ class TextPrefixSource:
         found = self._index.hits(chain, self._clock.now())
         if not found:
             return ()
-        kinds, places = self._kinds(state), self._index.numbers.places
+        kinds, places = self._index.numbers.kinds(state), self._index.numbers.places
         return [
             (cut, places(mask & alike))
             for hit, mask in found
             for node, alike in kinds
             if mask & alike and (cut := _in_blocks(node, hit, tokens)) is not NO_HIT
         ]
-
-    def _kinds(self, state: PoolState) -> Sequence[tuple[Node, int]]:
-        """A node of each `Node.match_rule`, and the mask of all that have it."""
-        numbers = self._index.numbers
-        if self._of is None or self._of[0] is not state or self._of[1] != numbers.version:
-            names = [set[str]() for _ in state.rules]
-            for name, rule in state.rule_of.items():
-                names[rule].add(name)
-            self._of = state, numbers.version
-            self._alike = list(zip(state.rules, map(numbers.mask_of, names), strict=True))
-        return self._alike
 
     def routed(self, sub_request: SubRequest, plan: Plan) -> None:
         """The places of the plan will have the prompt; the one that computes it, its states."""

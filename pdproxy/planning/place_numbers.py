@@ -1,24 +1,22 @@
 """Numbers of places, so that a set of places is one integer with a bit for each: a mask. Pure."""
 
+from collections.abc import Sequence
 from itertools import compress
 
-from pdproxy.nodes.node import MOST_SETS, PlaceSet
+from pdproxy.nodes.node import MOST_SETS, Node, PlaceSet, PoolState
 from pdproxy.planning.prefix import Place
 
 
 class PlaceNumbers:
-    """The places that an index knows.
-
-    Attributes:
-        version: another one whenever a place gets a number or loses it.
-    """
+    """The places that an index knows, each with a number of its own."""
 
     def __init__(self) -> None:
-        self.version = 0
         self._bits: dict[Place, int] = {}
         self._places: list[Place | None] = []
         """By their numbers; None where a number is free."""
         self._sets: dict[int, PlaceSet] = {}
+        self._kinds: tuple[PoolState, Sequence[tuple[Node, int]]] | None = None
+        """As of this state of the pool."""
 
     def get(self, place: Place) -> int:
         """The bit of a place; 0 for one without a number."""
@@ -43,11 +41,11 @@ class PlaceNumbers:
 
     @property
     def all(self) -> int:
-        """The mask of all numbers, free ones included."""
+        """The mask of all numbers, including free ones."""
         return (1 << len(self._places)) - 1
 
     def places(self, mask: int) -> PlaceSet:
-        """The places of a mask; the same object for the same mask, mostly."""
+        """The places of a mask: the same object for the same mask, until any number changes."""
         found = self._sets.get(mask)
         if found is None:
             if len(self._sets) >= MOST_SETS:
@@ -56,10 +54,17 @@ class PlaceNumbers:
             found = self._sets[mask] = PlaceSet([place for place in chosen if place is not None])
         return found
 
-    def mask_of(self, nodes: frozenset[str] | set[str]) -> int:
-        """The mask of the places of these nodes."""
-        return sum(bit for place, bit in self._bits.items() if place.node in nodes)
+    def kinds(self, state: PoolState) -> Sequence[tuple[Node, int]]:
+        """A node of each `Node.match_rule`, and the mask of all places whose nodes have it."""
+        if self._kinds is None or self._kinds[0] is not state:
+            masks = [0] * len(state.rules)
+            for place, bit in self._bits.items():
+                rule = state.rule_of.get(place.node)
+                if rule is not None:
+                    masks[rule] |= bit
+            self._kinds = state, list(zip(state.rules, masks, strict=True))
+        return self._kinds[1]
 
     def _changed(self) -> None:
-        self.version += 1
         self._sets.clear()
+        self._kinds = None

@@ -62,7 +62,7 @@ class PrefixIndex:
     """All places that hash by one scheme.
 
     Attributes:
-        numbers: of the places of which anything is known.
+        numbers: the numbers of the places of which anything is known.
     """
 
     def __init__(self, scheme: HashScheme, most_blocks: int = MOST_BLOCKS) -> None:
