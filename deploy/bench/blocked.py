@@ -95,21 +95,23 @@ def request(body: Mapping[str, Any], *, stream: bool = True) -> bytes:
 
 
 class MeteredProxy:
-    """A running proxy (`deploy.bench.metered`), and its port for clients."""
+    """A running proxy (`deploy.bench.metered`), its ports for clients and operators, and the processes of its nodes."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, ports: Ports, nodes: Sequence[asyncio.subprocess.Process]):
         self.process = process
-        self.port = port
+        self.port = ports.clients
+        self.nodes = nodes
+        self._operators = ports.operators
 
     async def ask(self, sent: bytes) -> bytes:
         """The answer to a request that closes its connection."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        try:
-            writer.write(sent)
-            async with asyncio.timeout(SOON):
-                return await reader.read()
-        finally:
-            writer.close()
+        return await _answer(self.port, sent)
+
+    async def metrics(self) -> dict[str, float]:
+        """The values of its series, by name and labels as they are exported."""
+        sent = b"GET /metrics HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+        lines = (await _answer(self._operators, sent)).decode().partition("\r\n\r\n")[2].splitlines()
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
     async def report(self) -> Measured:
         """The measurements since the last report."""
@@ -131,20 +133,31 @@ class MeteredProxy:
         return min(found, key=lambda each: each.longest)
 
 
+async def _answer(port: int, sent: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(SOON):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
 @contextlib.asynccontextmanager
 async def running_proxy(peer: Peer, nodes: Nodes, *flags: str) -> AsyncIterator[MeteredProxy]:
     """Ready. `METERED` alone reports measurements."""
     prefill, decode, clients, operators = free_ports(4)
+    ports, fakes = Ports(clients, operators, prefill, decode), []
     async with contextlib.AsyncExitStack() as stack:
         for port, step in ((prefill, nodes.prefill_ms), (decode, nodes.decode_ms)):
             module, *words = nodes.command(port, step)
-            await stack.enter_async_context(_process(sys.executable, "-m", module, *words))
+            fakes.append(await stack.enter_async_context(_process(sys.executable, "-m", module, *words)))
             await _listens(port)  # or the proxy's first probe fails, and the next one is ten seconds later
-        command = peer.command(Ports(clients, operators, prefill, decode))
+        command = peer.command(ports)
         for address in addresses(nodes.each)[1:]:
             command += ["--prefill", f"http://{address}:{prefill}", "--decode", f"http://{address}:{decode}"]
         process = await stack.enter_async_context(_process(*command, *flags))
-        proxy = MeteredProxy(process, clients)
+        proxy = MeteredProxy(process, ports, fakes)
         async with asyncio.timeout(SOON):
             while not await _is_ready(proxy):  # noqa: ASYNC110
                 await asyncio.sleep(0.2)

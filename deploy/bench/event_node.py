@@ -1,15 +1,16 @@
 """The bench's nodes (`deploy.bench.node`) that also publish KV events, as nodes under load do.
 
 ``python -m deploy.bench.event_node PORT STEP_MS COUNT BATCHES``: as many nodes, each with a publisher of its own that
-sends so many batches a second, whatever the node is asked. A batch is what vLLM publishes for a prompt of 2,048 tokens
-that a hybrid model computes: the blocks of an attention group and of three state groups. A node's cache holds
-`HELD` prompts: for each further one the blocks of the oldest are told to be removed.
+sends so many batches a second, whatever the node is asked, from SIGUSR1 to SIGUSR2 none. A batch is what vLLM publishes
+for a prompt of 2,048 tokens that a hybrid model computes: the blocks of an attention group and of three state groups.
+A node's cache holds `HELD` prompts: for each further one the blocks of the oldest are told to be removed.
 """
 
 import asyncio
 import functools
 import json
 import random
+import signal
 import sys
 from collections import deque
 from typing import Any
@@ -22,8 +23,9 @@ from deploy.bench.node import BACKLOG, INFO, Book, Connection, Pacer, Played, ad
 
 PROMPT = 2048
 HELD = 80
+"""Prompts in a node's cache."""
 REPLAYED = 20
-"""Batches that a publisher keeps for replays: each has 30 KB."""
+"""Batches that a publisher keeps for replays: each has 13 KB."""
 
 
 class EventBook(Book):
@@ -63,22 +65,26 @@ class FullCache:
         return on_the_wire([*self._held[-1], *removed], self._ids, self._shape)
 
 
-async def publish(publisher: Publisher, cache: FullCache, seconds: float) -> None:
-    """A batch each so many seconds, until it is cancelled."""
+async def publish(publisher: Publisher, cache: FullCache, seconds: float, going: asyncio.Event) -> None:
+    """A batch each so many seconds while ``going`` is set, until it is cancelled."""
     while True:
         await asyncio.sleep(seconds)
+        await going.wait()
         await publisher.publish(cache.batch())
 
 
 async def serve(port: int, step: float, count: int, batches: float) -> None:
     """Until the process ends."""
-    loop, pacer, shape = asyncio.get_running_loop(), Pacer(step), CacheShape()
+    loop, pacer, shape, going = asyncio.get_running_loop(), Pacer(step), CacheShape(), asyncio.Event()
+    going.set()
+    loop.add_signal_handler(signal.SIGUSR1, going.clear)
+    loop.add_signal_handler(signal.SIGUSR2, going.set)
     async with asyncio.TaskGroup() as tasks:
         for seed, address in enumerate(addresses(count)):
-            publisher = Publisher(REPLAYED)
+            publisher = Publisher(REPLAYED, f"tcp://{address}")
             accept = functools.partial(Connection, EventBook(publisher, shape), pacer)
             await loop.create_server(accept, address, port, backlog=BACKLOG)
-            tasks.create_task(publish(publisher, FullCache(port + seed, shape), 1 / batches))
+            tasks.create_task(publish(publisher, FullCache(port + seed, shape), 1 / batches, going))
 
 
 if __name__ == "__main__":

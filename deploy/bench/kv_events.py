@@ -71,19 +71,20 @@ class Publisher:
 
     Args:
         most_kept: batches for replays.
+        host: of both sockets; a proxy looks for them at the address of their node.
     """
 
-    def __init__(self, most_kept: int = KEPT) -> None:
+    def __init__(self, most_kept: int = KEPT, host: str = HOST) -> None:
         self._context = zmq.asyncio.Context()
         self._events, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
-        self._ports = [socket.bind_to_random_port(HOST) for socket in (self._events, self._replay)]
+        self._endpoints = [f"{host}:{socket.bind_to_random_port(host)}" for socket in (self._events, self._replay)]
         self._numbers = itertools.count()
         self._past: deque[tuple[bytes, bytes]] = deque(maxlen=most_kept)
         self._replaying = asyncio.get_running_loop().create_task(self._serve_replays())
 
     def source(self) -> dict[str, Any]:
         """The answer of ``GET /kv_event_sources``."""
-        endpoint, replay = (f"{HOST}:{port}" for port in self._ports)
+        endpoint, replay = self._endpoints
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",

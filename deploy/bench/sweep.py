@@ -3,6 +3,9 @@
 Parts: prompts (128 KB to 8 MB), concurrency (1 to 512 streams at once), nodes (2 to 1,000), idle (streams that say
 nothing: memory of each), hang-ups (memory after clients that leave, cycle by cycle). CPU time is that of the proxy's
 process, the kernel's part of it included; memory is its resident set. Nodes are fakes, in processes of their own.
+
+A machine's speed differs from minute to minute by more than the rows of `nodes` do. So all of its proxies run, and are
+asked in turns; each is compared with the one before 2 nodes in the same round.
 """
 
 import argparse
@@ -12,23 +15,29 @@ import dataclasses
 import os
 import resource
 import signal
+import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from deploy.bench.blocked import BODIES, MB, MeteredProxy, Nodes, metered_proxy, request, running_proxy
+from deploy.bench.blocked import BODIES, MB, SOON, MeteredProxy, Nodes, metered_proxy, request, running_proxy
+from deploy.bench.event_node import HELD, PROMPT
+from deploy.bench.hybrid_cache import CacheShape
 from deploy.bench.load import load
 from deploy.bench.node import HELD_TOKENS
-from deploy.bench.peers import PDPROXY, VLLM_ROUTER, make_environment
+from deploy.bench.peers import PDPROXY, VLLM_ROUTER, Peer, make_environment
 from deploy.bench.script import Line
 
 PROMPTS = (MB // 8, MB // 2, 2 * MB, 8 * MB)
 STREAMS = (1, 8, 64, 256, 512)
 REQUESTS = 1024
-FLEETS = ((VLLM_ROUTER, Nodes(1)), (VLLM_ROUTER, Nodes(50)), (PDPROXY, Nodes(1)), (PDPROXY, Nodes(50)),
-          (PDPROXY, Nodes(500)), (PDPROXY, Nodes(1, batches=10.0)), (PDPROXY, Nodes(50, batches=10.0)))  # fmt: skip
-NODES_REQUESTS = 2048
+ROUNDS = 5
+TURN_REQUESTS = 512
+IDLE_SECONDS = 2.0
+"""Seconds of a turn before its requests, and again behind them, in which nothing is asked."""
+FEWEST_BATCHES = 0.9
+"""The part of the batches of KV events due in a turn that the proxy must have read."""
 AT_ONCE = 64
 """Streams that are being opened."""
 NO_SLOW_START = ("--health-slow-start", "0")
@@ -104,30 +113,133 @@ async def concurrency(_: Size) -> Table:
     return Table("streams at once", ("ms of CPU a request",), rows)
 
 
+class Fleet(NamedTuple):
+    """A proxy and its nodes: a row of `nodes`."""
+
+    peer: Peer
+    nodes: Nodes
+
+    def __str__(self) -> str:
+        events = f", {self.nodes.batches:g} batches of events a second each" if self.nodes.batches else ""
+        return f"{self.peer.name}, {2 * self.nodes.each}{events}"
+
+    @property
+    def kind(self) -> tuple[str, float]:
+        """Fleets of one kind differ by the number of their nodes alone."""
+        return self.peer.name, self.nodes.batches
+
+    def running(self) -> contextlib.AbstractAsyncContextManager[MeteredProxy]:
+        """The proxy, ready."""
+        flags = NO_SLOW_START if self.peer is PDPROXY else ()
+        return running_proxy(self.peer, dataclasses.replace(self.nodes, decode_ms=20.0), *flags)
+
+
+class Turn(NamedTuple):
+    """Milliseconds of CPU time of a request; the same without what the proxy does by itself; that, of a core."""
+
+    request: float
+    own: float
+    idle: float
+
+
+FLEETS = (
+    Fleet(VLLM_ROUTER, Nodes(1)), Fleet(VLLM_ROUTER, Nodes(50)),
+    Fleet(PDPROXY, Nodes(1)), Fleet(PDPROXY, Nodes(50)), Fleet(PDPROXY, Nodes(500)),
+    Fleet(PDPROXY, Nodes(1, batches=10.0)), Fleet(PDPROXY, Nodes(50, batches=10.0)),
+)  # fmt: skip
+"""The one with 2 nodes comes first of its kind."""
+
+
 async def nodes(_: Size) -> Table:
     """CPU time of a request, and of a second without one, by the number of nodes, some of which publish KV events."""
     await asyncio.to_thread(make_environment)
-    rows = []
-    for peer, fleet in FLEETS:
-        flags = NO_SLOW_START if peer is PDPROXY else ()
-        async with running_proxy(peer, dataclasses.replace(fleet, decode_ms=20.0), *flags) as proxy:
-            await asyncio.sleep(15 if fleet.each > 1 else 1)  # until all were looked at
-            events = f", {fleet.batches:g} batches of events a second each" if fleet.batches else ""
-            rows.append(show(Row(f"{peer.name}, {2 * fleet.each}{events}", await _nodes_figures(proxy))))
+    turns: dict[Fleet, list[Turn]] = {fleet: [] for fleet in FLEETS}
+    async with contextlib.AsyncExitStack() as stack:
+        proxies = {fleet: await stack.enter_async_context(fleet.running()) for fleet in FLEETS}
+        for fleet, proxy in proxies.items():
+            await settled(fleet, proxy)
+            await _cost(proxy, 2 * TURN_REQUESTS, AT_ONCE)
+            await _publish(proxy, fleet, signal.SIGUSR1)
+        for number in range(ROUNDS):
+            for fleet in FLEETS if number % 2 else FLEETS[::-1]:
+                turns[fleet].append(await take_turn(fleet, proxies[fleet]))
+            print(f"  round {number + 1}: {'  '.join(f'{turns[each][-1].own:.2f}' for each in FLEETS)}", flush=True)
+        sizes = {fleet: resident(proxy.process.pid) for fleet, proxy in proxies.items()}
+    first = {fleet.kind: fleet for fleet in reversed(FLEETS)}
+    rows = [show(_nodes_row(fleet, turns[fleet], turns[first[fleet.kind]], sizes[fleet])) for fleet in FLEETS]
     own = "without what the proxy does by itself"
-    return Table("nodes", ("ms of CPU a request", own, "of a core, without requests", "memory, MB"), rows)
+    columns = ("ms of CPU a request", own, "times 2 nodes (quartiles)", "of a core, without requests", "memory, MB")
+    return Table("nodes", columns, rows)
 
 
-async def _nodes_figures(proxy: MeteredProxy) -> tuple[str, ...]:
-    """A request's cost, with and without what the proxy does by itself meanwhile; that of an idle second; memory."""
-    began = cpu_seconds(proxy.process.pid)
-    await asyncio.sleep(10)
-    idle = (cpu_seconds(proxy.process.pid) - began) / 10
-    await _cost(proxy, REQUESTS, AT_ONCE)
+def _nodes_row(fleet: Fleet, turns: Sequence[Turn], before_two: Sequence[Turn], size: int) -> Row:
+    """Medians of a fleet's turns, and of their ratios to the same rounds' turns before 2 nodes."""
+    cost, own, idle = (statistics.median(each) for each in zip(*turns, strict=True))
+    low, times, high = statistics.quantiles(
+        [turn.own / other.own for turn, other in zip(turns, before_two, strict=True)], method="inclusive"
+    )
+    ratio = f"{times:.2f} ({low:.2f} to {high:.2f})"
+    return Row(str(fleet), (f"{cost:.2f}", f"{own:.2f}", ratio, f"{100 * idle:.1f} %", f"{size / MB:.0f}"))
+
+
+async def settled(fleet: Fleet, proxy: MeteredProxy) -> None:
+    """Wait until all nodes serve, and what those with events have cached is known whole."""
+    if fleet.peer is not PDPROXY:
+        return
+    wanted, blocks = 2 * fleet.nodes.each, HELD * PROMPT // CacheShape().block_size if fleet.nodes.batches else 0
+    async with asyncio.timeout(SOON):
+        while True:
+            series = await proxy.metrics()
+            up = sum(value for name, value in series.items() if name.startswith("pdproxy_node_up{") and '"up"' in name)
+            if up >= wanted and series["pdproxy_prefix_index_blocks"] >= wanted * blocks:
+                return
+            await asyncio.sleep(1)
+
+
+async def take_turn(fleet: Fleet, proxy: MeteredProxy) -> Turn:
+    """Measure a fleet, whose nodes publish events meanwhile and at no other time.
+
+    Raises:
+        AssertionError: an answer was wrong, or events were not read.
+    """
+    await _publish(proxy, fleet, signal.SIGUSR2)
+    events, since = await _events_read(fleet, proxy), time.monotonic()
+    before = await _idle(proxy)
     began = time.monotonic()
-    cost = await _cost(proxy, NODES_REQUESTS, AT_ONCE)
-    without = cost - 1000 * idle * (time.monotonic() - began) / NODES_REQUESTS
-    return f"{cost:.2f}", f"{without:.2f}", f"{100 * idle:.1f} %", f"{resident(proxy.process.pid) / MB:.0f}"
+    cost = await _cost(proxy, TURN_REQUESTS, AT_ONCE)
+    seconds = time.monotonic() - began
+    idle = (before + await _idle(proxy)) / 2
+    read, wanted = await _events_read(fleet, proxy) - events, 2 * fleet.nodes.each * fleet.nodes.batches
+    if read < FEWEST_BATCHES * wanted * (time.monotonic() - since):
+        raise AssertionError(f"{fleet}: {read:.0f} batches were read in {time.monotonic() - since:.1f} s")
+    await _publish(proxy, fleet, signal.SIGUSR1)
+    return Turn(cost, cost - 1000 * idle * seconds / TURN_REQUESTS, idle)
+
+
+async def _idle(proxy: MeteredProxy) -> float:
+    """The part of a core that the proxy takes without requests."""
+    began, used = time.monotonic(), cpu_seconds(proxy.process.pid)
+    await asyncio.sleep(IDLE_SECONDS)
+    return (cpu_seconds(proxy.process.pid) - used) / (time.monotonic() - began)
+
+
+async def _publish(proxy: MeteredProxy, fleet: Fleet, number: signal.Signals) -> None:
+    """Nodes with events begin to publish, or cease to (`event_node`)."""
+    for process in proxy.nodes if fleet.nodes.batches else ():
+        process.send_signal(number)
+    await asyncio.sleep(0.3)  # of two signals at once the second one may be taken first
+
+
+async def _events_read(fleet: Fleet, proxy: MeteredProxy) -> float:
+    """Batches that the proxy has applied; raises AssertionError where others were lost or made no sense."""
+    if not fleet.nodes.batches:
+        return 0
+    series = await proxy.metrics()
+    batches, gaps = "pdproxy_kv_event_batches_total", series["pdproxy_kv_event_gaps_total"]
+    unread = series['pdproxy_prefix_index_places{known="nothing"}'] + series[f'{batches}{{outcome="junk"}}'] + gaps
+    if unread:
+        raise AssertionError(f"{fleet}: KV events are not read, or not all of them: {series}")
+    return series[f'{batches}{{outcome="applied"}}']
 
 
 async def _cost(proxy: MeteredProxy, requests: int, streams: int) -> float:

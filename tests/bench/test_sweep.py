@@ -1,4 +1,4 @@
-"""An idle stream does not hold more memory than is said of it."""
+"""An idle stream holds no more memory than is said; the KV events of all nodes are read while requests are measured."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from deploy.bench.blocked import Nodes, running_proxy
 from deploy.bench.peers import PDPROXY
-from deploy.bench.sweep import ROOMY, held, resident
+from deploy.bench.sweep import ROOMY, Fleet, held, resident, settled, take_turn
 
 STREAMS = 800
 MOST = 29.5
@@ -21,3 +21,12 @@ async def test_an_idle_stream_holds_little_memory() -> None:
             await asyncio.sleep(1)
             each = (resident(proxy.process.pid) - before) / STREAMS / 1000
     assert each <= MOST
+
+
+async def test_kv_events_of_every_node_are_read() -> None:
+    """Also of those that are not at 127.0.0.1, where a proxy looks for the publishers."""
+    fleet = Fleet(PDPROXY, Nodes(2, batches=50.0))
+    async with fleet.running() as proxy:
+        await settled(fleet, proxy)
+        turn = await take_turn(fleet, proxy)
+    assert turn.request > 0
