@@ -45,7 +45,7 @@ class PlaceNumbers:
         return (1 << len(self._places)) - 1
 
     def places(self, mask: int) -> PlaceSet:
-        """The places of a mask: the same object for the same mask, until any number changes."""
+        """The places of a mask; for the same mask the same object, while it is remembered."""
         found = self._sets.get(mask)
         if found is None:
             if len(self._sets) >= MOST_SETS:
