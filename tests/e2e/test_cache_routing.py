@@ -21,7 +21,7 @@ from tests.e2e.asking import Way
 from tests.e2e.conftest import Pair
 from tests.e2e.conversation_policies import TURNS, Asked, Load, compare, proxies_of, ratios, tell
 from tests.e2e.conversations import Turn, hold_all, wrong
-from tests.e2e.metrics_reader import read
+from tests.e2e.metrics_reader import becomes_true, read
 from tests.e2e.process_faults import ProcessFault, strike
 
 pytestmark = pytest.mark.e2e
@@ -156,12 +156,17 @@ class TestManyConversations:
 
 def decode_nodes(proxy: Proxy, turns: Sequence[Turn]) -> dict[str, str]:
     """The decode node of each turn, by the turn's name, from the proxy's log."""
-    found = {}
-    for line in proxy.part.log.read_text(encoding="utf-8").splitlines():
-        facts = dict(fact.split("=", 1) for fact in line.split() if "=" in fact)
-        if "decode_node" in facts:
-            found[facts["request_id"]] = facts["decode_node"]
-    return {turn.name: found[turn.name] for turn in turns}
+    names, found = [turn.name for turn in turns], dict[str, str]()
+
+    def all_logged() -> bool:
+        for line in proxy.part.log.read_text(encoding="utf-8").splitlines():
+            facts = dict(fact.split("=", 1) for fact in line.split() if "=" in fact)
+            if "decode_node" in facts:
+                found[facts["request_id"]] = facts["decode_node"]
+        return found.keys() >= set(names)
+
+    assert becomes_true(all_logged)
+    return {name: found[name] for name in names}
 
 
 def stays(nodes: dict[str, str]) -> tuple[int, int]:

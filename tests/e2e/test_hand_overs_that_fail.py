@@ -24,6 +24,7 @@ from deploy.local.paths import ROOT
 from deploy.local.ports import HOST, free_row
 from deploy.local.stack import await_nodes, logs_of
 from deploy.local.supervise import Supervisor, inherited
+from tests.e2e.metrics_reader import becomes_true
 from tests.e2e.networks import CONTROL, SIDE_CHANNEL_PORT, Network, can_make_networks
 
 pytestmark = [
@@ -161,7 +162,7 @@ def test_it_is_said_everywhere(hosts: Hosts, case: Case) -> None:
         assert state["incident"]["hand_overs"].startswith("hand-overs fail: ")
         assert (status, state["incident"]["cause"]) == ("degraded", "hand_overs")
         assert "pdproxy_hand_overs_failing 1.0" in proxy.operators.get("/metrics").text
-        assert re.search(case.said, proxy.log.read_text())
+        assert becomes_true(lambda: re.search(case.said, proxy.log.read_text()) is not None, WITHIN_S)
         assert time.monotonic() - began < WITHIN_S
         checked = subprocess.run(
             [sys.executable, "-m", "pdproxy", "check", *proxy.settings],

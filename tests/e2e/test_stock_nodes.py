@@ -19,7 +19,7 @@ from deploy.local.stack import Proxy, ProxySpec, logs_of, pair_specs, start_node
 from deploy.local.supervise import Supervisor
 from deploy.local.watchdog import descendants
 from tests.e2e.conftest import REQUEST_TIMEOUT_S
-from tests.e2e.metrics_reader import read
+from tests.e2e.metrics_reader import becomes_true, read
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(600)]
 
@@ -57,13 +57,15 @@ def nodes() -> Iterator[Stock]:
 
 
 def test_prompts_are_handed_over_and_a_dead_prefill_node_costs_no_answer(nodes: Stock) -> None:
-    assert "exchange no tickets" not in nodes.proxy.part.log.read_text()
     assert httpx.get(f"{nodes.proxy.admin_url}/ready", trust_env=False).json() == {"status": "ready"}
     before = read(nodes.decode.url, TRANSFERS)
     routes = [nodes.ask(seed).headers["x-pdproxy-route"].partition(";")[0] for seed in range(7000, 7000 + QUESTIONS)]
     print(json.dumps(routes))
     assert routes == ["disaggregated"] * QUESTIONS
     assert read(nodes.decode.url, TRANSFERS) - before >= QUESTIONS
+    log = nodes.proxy.part.log
+    assert becomes_true(lambda: log.read_text().count("request ended") == QUESTIONS)  # and all that was logged before
+    assert "exchange no tickets" not in log.read_text()
     for process in descendants(nodes.prefill.part.process.pid):
         os.kill(process, signal.SIGKILL)
     assert nodes.ask(7100).headers["x-pdproxy-route"].startswith("local")
