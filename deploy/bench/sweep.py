@@ -32,7 +32,6 @@ from deploy.bench.script import Line
 PROMPTS = (MB // 8, MB // 2, 2 * MB, 8 * MB)
 STREAMS = (1, 8, 64, 256, 512)
 REQUESTS = 1024
-ROUNDS = 5
 TURN_REQUESTS = 512
 IDLE_SECONDS = 2.0
 """Seconds of a turn before its requests, and again behind them, in which nothing is asked."""
@@ -46,11 +45,12 @@ ROOMY = ("--limits-concurrency", "20000")
 
 
 class Size(NamedTuple):
-    """How many streams are idle; how many leave in one of how many cycles."""
+    """How many streams are idle; how many leave in one of how many cycles; how many rounds `nodes` takes."""
 
     idle: int
     leavers: int
     cycles: int
+    rounds: int
 
 
 class Row(NamedTuple):
@@ -150,7 +150,7 @@ FLEETS = (
 """The one with 2 nodes comes first of its kind."""
 
 
-async def nodes(_: Size) -> Table:
+async def nodes(size: Size) -> Table:
     """CPU time of a request, and of a second without one, by the number of nodes, some of which publish KV events."""
     await asyncio.to_thread(make_environment)
     turns: dict[Fleet, list[Turn]] = {fleet: [] for fleet in FLEETS}
@@ -160,7 +160,7 @@ async def nodes(_: Size) -> Table:
             await settled(fleet, proxy)
             await _cost(proxy, 2 * TURN_REQUESTS, AT_ONCE)
             await _publish(proxy, fleet, signal.SIGUSR1)
-        for number in range(ROUNDS):
+        for number in range(size.rounds):
             for fleet in FLEETS if number % 2 else FLEETS[::-1]:
                 turns[fleet].append(await take_turn(fleet, proxies[fleet]))
             print(f"  round {number + 1}: {'  '.join(f'{turns[each][-1].own:.2f}' for each in FLEETS)}", flush=True)
@@ -337,8 +337,14 @@ async def main(asked: argparse.Namespace) -> None:
     tables = []
     for name in asked.parts or PARTS:
         print(f"{name} …", flush=True)
-        tables.append(await PARTS[name](Size(asked.idle, asked.leavers, asked.cycles)))
+        tables.append(await PARTS[name](Size(asked.idle, asked.leavers, asked.cycles, asked.rounds)))
     print("\n" + "\n\n".join(map(str, tables)))
+
+
+def _rounds(word: str) -> int:
+    if not word.isdecimal() or int(word) < 2:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of rounds: quartiles need 2 or more")
+    return int(word)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -347,6 +353,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--idle", type=int, default=10_000, help="idle streams (default %(default)s)")
     parser.add_argument("--leavers", type=int, default=2_000, help="streams of a cycle (default %(default)s)")
     parser.add_argument("--cycles", type=int, default=12, help="of hang-ups (default %(default)s)")
+    parser.add_argument("--rounds", type=_rounds, default=5, help="of nodes, 2 or more (default %(default)s)")
     return parser
 
 
