@@ -3,13 +3,11 @@
 import asyncio
 import json
 import random
-import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +15,7 @@ import httpx
 from deploy.local.node import SERVED_NAME
 from tests.e2e.fleet import Fleet
 from tests.e2e.process_faults import ProcessFault, strike
+from tests.e2e.proxy_log import LogTail
 from tests.e2e.stream_contents import BrokenStreamError, chunks_of, contents_of, differences
 from tests.e2e.stream_shapes import COMPLETIONS, Shape
 
@@ -27,12 +26,6 @@ SPREAD_S = 0.6
 MARKS = (0.1, 0.7)
 """The node dies when half of the streams have passed their marks, drawn between these fractions of each stream."""
 EVENT = b"data: "
-LEG_FAILED = re.compile(r"request (?P<request>\S+): decode leg on (?P<node>\S+): ")
-"""The proxy's log line about a stream whose node has died."""
-MOVED = re.compile(r"request ended\" request_id=(?P<request>\S+) .*\bmoved=(?P<how>\S+) stall_ms=(?P<stall>\S+)")
-"""The last log line of a stream that was moved."""
-ENDED = re.compile(r"request ended\" request_id=(\S+)")
-"""The last log line of any request."""
 
 
 @dataclass
@@ -205,34 +198,6 @@ async def needed(url: str, cuts: Sequence[Cut]) -> float:
     for answer in answers:
         answer.raise_for_status()
     return took
-
-
-class LogTail:
-    """The lines that a log gets from now on."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        self._start = log.stat().st_size
-
-    def lost(self, node: str) -> set[str]:
-        """The requests whose stream broke on this node."""
-        return {found["request"] for found in map(LEG_FAILED.search, self._lines()) if found and found["node"] == node}
-
-    def moved(self) -> dict[str, tuple[str, float]]:
-        """How each moved request went on, and its pause in seconds."""
-        found = filter(None, map(MOVED.search, self._lines()))
-        return {each["request"]: (each["how"], float(each["stall"]) / 1000) for each in found}
-
-    async def tells_the_end_of(self, requests: set[str]) -> None:
-        """Wait for the last line of each request: it is written a moment after the answer ends."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not requests <= {found[1] for found in map(ENDED.search, self._lines()) if found}:  # noqa: ASYNC110 - a file
-                await asyncio.sleep(0.02)
-
-    def _lines(self) -> list[str]:
-        with self._log.open("rb") as file:
-            file.seek(self._start)
-            return file.read().decode(errors="replace").splitlines()
 
 
 async def keep_asking(

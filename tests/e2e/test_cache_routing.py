@@ -21,8 +21,9 @@ from tests.e2e.asking import Way
 from tests.e2e.conftest import Pair
 from tests.e2e.conversation_policies import TURNS, Asked, Load, compare, proxies_of, ratios, tell
 from tests.e2e.conversations import Turn, hold_all, wrong
-from tests.e2e.metrics_reader import becomes_true, read
+from tests.e2e.metrics_reader import read
 from tests.e2e.process_faults import ProcessFault, strike
+from tests.e2e.proxy_log import log_when
 
 pytestmark = pytest.mark.e2e
 
@@ -156,17 +157,19 @@ class TestManyConversations:
 
 def decode_nodes(proxy: Proxy, turns: Sequence[Turn]) -> dict[str, str]:
     """The decode node of each turn, by the turn's name, from the proxy's log."""
-    names, found = [turn.name for turn in turns], dict[str, str]()
-
-    def all_logged() -> bool:
-        for line in proxy.part.log.read_text(encoding="utf-8").splitlines():
-            facts = dict(fact.split("=", 1) for fact in line.split() if "=" in fact)
-            if "decode_node" in facts:
-                found[facts["request_id"]] = facts["decode_node"]
-        return found.keys() >= set(names)
-
-    assert becomes_true(all_logged)
+    names = [turn.name for turn in turns]
+    found = logged_nodes(log_when(proxy.part.log, lambda text: logged_nodes(text).keys() >= set(names)))
     return {name: found[name] for name in names}
+
+
+def logged_nodes(log: str) -> dict[str, str]:
+    """The decode node of each request, by the request's id."""
+    found = {}
+    for line in log.splitlines():
+        facts = dict(fact.split("=", 1) for fact in line.split() if "=" in fact)
+        if "decode_node" in facts:
+            found[facts["request_id"]] = facts["decode_node"]
+    return found
 
 
 def stays(nodes: dict[str, str]) -> tuple[int, int]:

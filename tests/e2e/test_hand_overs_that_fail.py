@@ -4,6 +4,7 @@ Each case has two nodes in network namespaces and a proxy in front of them. `pdp
 the log and the metric all report the cause and the change to make.
 """
 
+import functools
 import ipaddress
 import json
 import re
@@ -24,8 +25,8 @@ from deploy.local.paths import ROOT
 from deploy.local.ports import HOST, free_row
 from deploy.local.stack import await_nodes, logs_of
 from deploy.local.supervise import Supervisor, inherited
-from tests.e2e.metrics_reader import becomes_true
 from tests.e2e.networks import CONTROL, SIDE_CHANNEL_PORT, Network, can_make_networks
+from tests.e2e.proxy_log import log_when
 
 pytestmark = [
     pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.timeout(600),
@@ -161,7 +162,7 @@ def test_it_is_said_everywhere(hosts: Hosts, case: Case) -> None:
         assert state["incident"]["hand_overs"].startswith("hand-overs fail: ")
         assert (status, state["incident"]["cause"]) == ("degraded", "hand_overs")
         assert "pdproxy_hand_overs_failing 1.0" in proxy.operators.get("/metrics").text
-        assert becomes_true(lambda: re.search(case.said, proxy.log.read_text()) is not None, WITHIN_S)
+        log_when(proxy.log, functools.partial(re.search, case.said))
         assert time.monotonic() - began < WITHIN_S
         checked = subprocess.run(
             [sys.executable, "-m", "pdproxy", "check", *proxy.settings],
@@ -189,6 +190,6 @@ def until_said(proxy: Asked, said: str, began: float) -> tuple[str, dict[str, An
             if re.search(said, state["incident"]["hand_overs"]):
                 return answer["status"], state
         except (httpx.TransportError, json.JSONDecodeError):
-            answer = {"status": "not up yet"}
-        assert time.monotonic() - began < 3 * WITHIN_S, answer
+            state = {"incident": {"hand_overs": "not up yet"}}
+        assert time.monotonic() - began < 3 * WITHIN_S, state["incident"]["hand_overs"]
         time.sleep(0.2)

@@ -16,7 +16,8 @@ from deploy.local.node import start_node
 from deploy.local.stack import await_nodes
 from tests.e2e.fleet import Fleet, running_fleet
 from tests.e2e.metrics_reader import read
-from tests.e2e.stream_cuts import SPREAD_S, FollowedStream, LogTail, follow, keep_asking, uncut
+from tests.e2e.proxy_log import LogTail
+from tests.e2e.stream_cuts import SPREAD_S, FollowedStream, follow, keep_asking, uncut
 from tests.e2e.stream_shapes import NODE_FLAGS, shapes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_engines, pytest.mark.long, pytest.mark.timeout(1500)]

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from openai import DefaultHttpxClient, OpenAI
@@ -13,7 +12,8 @@ from deploy.local.node import SERVED_NAME
 from deploy.local.stack import Proxy, ProxySpec, logs_of, start_proxy
 from deploy.local.supervise import Supervisor
 from tests.e2e.conftest import Pair
-from tests.e2e.metrics_reader import becomes_true, read
+from tests.e2e.metrics_reader import read
+from tests.e2e.proxy_log import log_when
 from tests.fakes.otlp_collector import CollectedSpan, Collector, otlp_collector
 
 pytestmark = pytest.mark.e2e
@@ -49,10 +49,9 @@ def spans_of(collector: Collector, trace_id: str, number: int) -> list[Collected
     return sorted(found, key=lambda span: span.began)
 
 
-def lines_of_the_end(name: str) -> list[dict[str, object]]:
-    """The proxy's log lines that tell of the end of a request."""
-    text = Path(logs_of(FOLDER) / "proxy.log").read_text(encoding="utf-8")
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+def end_lines(log: str, name: str) -> list[dict[str, object]]:
+    """The log lines about the end of a request."""
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     return [line for line in lines if (line.get("request_id"), line["message"]) == (name, "request ended")]
 
 
@@ -94,8 +93,8 @@ def test_a_trace_of_one_chat_shows_both_legs(tracing_proxy: Proxy, collector: Co
     ports = [int(leg.attributes["server.port"]) for leg in (prefill, decode)]
     assert [f":{port}" for port in ports] == [f":{node.url.rpartition(':')[2]}" for node in (pair.prefill, pair.decode)]
     assert prefill.ended <= decode.began
-    assert becomes_true(lambda: bool(lines_of_the_end("traced-chat")))
-    (line,) = lines_of_the_end("traced-chat")
+    log = log_when(tracing_proxy.part.log, lambda text: end_lines(text, "traced-chat"))
+    (line,) = end_lines(log, "traced-chat")
     assert (line["trace_id"], line["span_id"], line["route"]) == (TRACE, root.span_id, "disaggregated")
     labels = {"gen_ai_request_model": SERVED_NAME, "gen_ai_request_stream": "true", "endpoint": "/v1/chat/completions"}
     for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
