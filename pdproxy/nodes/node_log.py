@@ -70,15 +70,15 @@ class NodeLog:
         return max((at for (of, _), at in self._unserved_since.items() if of is role), default=-math.inf)
 
     def barred(self, before: Bars, after: Bars) -> None:
-        """Other nodes and pairs than before exchange no tickets."""
-        for name in after.nodes.keys() - before.nodes.keys():
-            text = "node %s exchanges no tickets with any node: it failed where others pass: %s"
-            _LOG.error(text, name, after.nodes[name], extra={"node": name})
-        for pair in after.pairs.keys() - before.pairs.keys():
-            _LOG.error(
-                "prefill node %s and decode node %s exchange no tickets: %s",
-                *pair, after.pairs[pair], extra=_pair(*pair),
-            )  # fmt: skip
+        """Other nodes and pairs than before exchange no tickets, or for another reason."""
+        for name, why in after.nodes.items():
+            if before.nodes.get(name) != why:
+                text = "node %s exchanges no tickets with any node: it failed where others pass: %s"
+                _LOG.error(text, name, why, extra={"node": name})
+        for pair, why in after.pairs.items():
+            if before.pairs.get(pair) != why:
+                text = "prefill node %s and decode node %s exchange no tickets: %s"
+                _LOG.error(text, *pair, why, extra=_pair(*pair))
         for name in before.nodes.keys() - after.nodes.keys():
             _LOG.info("node %s exchanges tickets again", name, extra={"node": name})
         for pair in before.pairs.keys() - after.pairs.keys():

@@ -131,6 +131,20 @@ def test_bars_are_told_of_and_those_of_a_node_that_left_are_not_lifted(serving: 
     ]
 
 
+def test_another_reason_of_a_bar_is_told_once(serving: Pool, lines: Lines) -> None:
+    """The pair is barred while it is tested; the result says what to change."""
+    for why in ("under way", "no bytes come", "no bytes come"):
+        serving.bar(Bars({("p1", "d1"): why}, {"d2": why}))
+    assert [told(line)[:2] for line in lines.taken()] == [
+        ("ERROR", f"{who}: {why}")
+        for why in ("under way", "no bytes come")
+        for who in (
+            "node d2 exchanges no tickets with any node: it failed where others pass",
+            "prefill node p1 and decode node d1 exchange no tickets",
+        )
+    ]
+
+
 @given(moves=st.lists(MOVES, max_size=60))
 def test_each_change_is_one_line(lines: Lines, moves: list[tuple[str, str]]) -> None:
     clock, legs = FakeClock(), list[Slot]()
