@@ -5,7 +5,8 @@ nothing: memory of each), hang-ups (memory after clients that leave, cycle by cy
 process, the kernel's part of it included; memory is its resident set. Nodes are fakes, in processes of their own.
 
 A machine's speed differs from minute to minute by more than the rows of `nodes` do. So all of its proxies run, and are
-asked in turns; each is compared with the one before 2 nodes in the same round.
+asked in turns; each is compared with the one before 2 nodes in the same round. While one is asked whose nodes publish
+KV events, those of the other fleets with events publish, too, and their proxies read: the machine is as busy for each.
 """
 
 import argparse
@@ -162,7 +163,7 @@ async def nodes(size: Size) -> Table:
             await _publish(proxy, fleet, signal.SIGUSR1)
         for number in range(size.rounds):
             for fleet in FLEETS if number % 2 else FLEETS[::-1]:
-                turns[fleet].append(await take_turn(fleet, proxies[fleet]))
+                turns[fleet].append(await take_turn(fleet, proxies))
             print(f"  round {number + 1}: {'  '.join(f'{turns[each][-1].own:.2f}' for each in FLEETS)}", flush=True)
         sizes = {fleet: resident(proxy.process.pid) for fleet, proxy in proxies.items()}
     first = {fleet.kind: fleet for fleet in reversed(FLEETS)}
@@ -196,13 +197,16 @@ async def settled(fleet: Fleet, proxy: MeteredProxy) -> None:
             await asyncio.sleep(1)
 
 
-async def take_turn(fleet: Fleet, proxy: MeteredProxy) -> Turn:
-    """Measure a fleet, whose nodes publish events meanwhile and at no other time.
+async def take_turn(fleet: Fleet, proxies: Mapping[Fleet, MeteredProxy]) -> Turn:
+    """Measure a fleet. If its nodes publish events, those of all such fleets do meanwhile, and at no other time.
 
     Raises:
         AssertionError: an answer was wrong, or events were not read.
     """
-    await _publish(proxy, fleet, signal.SIGUSR2)
+    proxy = proxies[fleet]
+    publishing = [each for each in proxies if each.nodes.batches] if fleet.nodes.batches else []
+    for each in publishing:
+        await _publish(proxies[each], each, signal.SIGUSR2)
     events, since = await _events_read(fleet, proxy), time.monotonic()
     before = await _idle(proxy)
     began = time.monotonic()
@@ -212,7 +216,8 @@ async def take_turn(fleet: Fleet, proxy: MeteredProxy) -> Turn:
     read, wanted = await _events_read(fleet, proxy) - events, 2 * fleet.nodes.each * fleet.nodes.batches
     if read < FEWEST_BATCHES * wanted * (time.monotonic() - since):
         raise AssertionError(f"{fleet}: {read:.0f} batches were read in {time.monotonic() - since:.1f} s")
-    await _publish(proxy, fleet, signal.SIGUSR1)
+    for each in publishing:
+        await _publish(proxies[each], each, signal.SIGUSR1)
     return Turn(cost, cost - 1000 * idle * seconds / TURN_REQUESTS, idle)
 
 

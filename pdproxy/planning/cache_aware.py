@@ -2,8 +2,8 @@
 
 The costs of prefill and of decode places are found apart (`cost`), and the best of each cohort go together, for what a
 hand-over costs depends on the decode place alone. Only places that have something cached are looked at one by one; all
-others differ by their load alone. Of places that cost nearly the same, the request's session decides, or what they did
-lately.
+others differ by their load alone. Of many that have as much cached, a few are compared for each plan (`MOST_COMPARED`).
+Of places that cost nearly the same, the request's session decides, or what they did lately.
 
 How `CacheAware.pair` comes to a plan: `Comparison.best_pair` finds the cheapest pair. Two other ways may be better:
 
@@ -25,7 +25,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, repeat
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from pdproxy.nodes.node import Bars, NodeGroup, NodeView, PlaceSet, Role, Spot
 from pdproxy.planning.cost import (
@@ -54,6 +54,12 @@ NEAR_SECONDS, NEAR_SHARE = 0.002, 0.05
 """Costs that differ by less than this, or than this share, are the same: no estimate is better than that."""
 FEW = 8
 """The most places of nearly the same cost that are compared by what they did lately."""
+MOST_COMPARED = 16
+"""Places of those that have as much cached whose costs are compared; for each plan others, so that each place is looked
+at as often. The least of 16 costs hardly more than the least of all (docs/decisions/request-cost.md), and to read the
+load of a place takes the proxy 1 µs."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Steps of this part of a circle spread evenly over it, and so do every second, every third one and so on."""
 SESSION_SHARE = 0.5
 """The share of a prompt that its session's own place is taken to have cached where nothing is known."""
 FIRST_TURN = 0.6
@@ -98,7 +104,7 @@ class CacheAware:
             is_one_node = prefill.view is decode.view  # it needs no hand-over to itself, and so serves alone
             if alone is not None and (is_one_node or alone.score < prefill.score + decode.score):
                 return compared.plan_alone(alone, compared.reason(alone, Role.DECODE), LocalReason.ALONE)
-        resuming = compared.best_resuming() if compared.hits(Role.DECODE) else None
+        resuming = compared.best_resuming(turn) if compared.hits(Role.DECODE) else None
         if resuming is not None and (
             resuming.seconds + compared.seconds_put_off(resuming, prefill) < prefill.seconds + decode.seconds
         ):
@@ -196,7 +202,7 @@ class Comparison:
         hits = _having(self._hits[Role.DECODE], lambda view: len(view.node.roles) > 1)
         return self.best(self.local(), views, hits, turn)
 
-    def best_resuming(self) -> Estimate | None:
+    def best_resuming(self, turn: int) -> Estimate | None:
         """The decode place that resumes by itself and computes the rest soonest, within the budget for its streams.
         Nodes of both roles are left to `best_alone`."""
         if self._policy.itl_budget <= 0:
@@ -207,7 +213,7 @@ class Comparison:
         if not hits:
             return None
         cost = LocalCost(self.tokens, self.candidates.book)
-        by_score = sorted(_estimates(cost, hits), key=_SCORE)
+        by_score = sorted(_estimates(cost, self._compared(hits, turn)), key=_SCORE)
         return next((each for each in by_score if cost.stall(each) <= self._budget(each)), None)
 
     def _budget(self, alone: Estimate) -> float:
@@ -248,12 +254,12 @@ class Comparison:
             hits = self._guessed(views, needs.session)
         if len(views) == 1 and len(views[0].places) == 1:  # nothing to compare
             return _estimate(cost, views[0].spot, hits[0][0] if hits else NO_HIT)
-        scored = [(hit, spots, cost.scores(hit, spots)) for hit, spots in hits]
+        scored = [(hit, spots, cost.scores(hit, spots)) for hit, spots in self._compared(hits, turn)]
         least = math.inf
         for _, _, scores in scored:
             least = min(least, *scores)
         if not hits or self._may_be_fresh(cost, views, hits, least):
-            fresh = list(map(_SPOT, views))
+            fresh = list(map(_SPOT, views if self._session_decides else _some(views, turn)))
             scores = cost.scores(NO_HIT, fresh)
             least = min(least, *scores)
             scored.append((NO_HIT, fresh, scores))
@@ -268,6 +274,17 @@ class Comparison:
         if hit is NO_HIT and hits:  # its lightest rank may have something cached after all, where that hardly matters
             return _estimate(cost, spot, self._hit_at(cost.role, spot))
         return Estimate(score, cost.seconds(hit, spot, score), *spot, hit)
+
+    def _compared(self, hits: Hits, turn: int) -> Hits:
+        """`MOST_COMPARED` of the places that have as much cached, unless a session has to find its own among all."""
+        return hits if self._session_decides else [(hit, _some(spots, turn)) for hit, spots in hits]
+
+    @property
+    def _session_decides(self) -> bool:
+        """Whether it chooses among places of nearly the same cost, since what is cached is an estimate: all its turns
+        are at one place then, and other proxies find the same one."""
+        needs = self.candidates.needs
+        return needs.session is not None and (needs.prefix is None or needs.prefix.source is HitSource.APPROXIMATION)
 
     def _may_be_fresh(self, cost: Cost, views: Sequence[NodeView], hits: Hits, least: float) -> bool:
         """Whether a place that has nothing cached may cost as little as the best one of the others."""
@@ -286,12 +303,11 @@ class Comparison:
         return next((hit for hit, spots in self._hits[role] if spot in spots), NO_HIT)
 
     def _index_by_session_or_idleness(self, near: Sequence[_Scored], turn: int) -> int:
-        """The session's own place, where what is cached is an estimate: all its turns are at one place then, and other
-        proxies find the same one. Else the place that did least lately, of a few from the ``turn``-th on: whatever is
-        cached there will draw more requests."""
-        needs = self.candidates.needs
-        if needs.session is not None and (needs.prefix is None or needs.prefix.source is HitSource.APPROXIMATION):
-            return own_index([spot[0] for _, spot, _ in near], needs.session)
+        """The session's own place, where it decides. Else the place that did least lately, of a few from the
+        ``turn``-th on: whatever is cached there will draw more requests."""
+        session = self.candidates.needs.session
+        if session is not None and self._session_decides:
+            return own_index([spot[0] for _, spot, _ in near], session)
         few = [(turn + step) % len(near) for step in range(min(FEW, len(near)))]
         did = [sum(map(_RECENT, near[index][1][0].places)) for index in few]
         return few[did.index(min(did))]
@@ -334,6 +350,18 @@ class Comparison:
         """The rank is named where there are several."""
         several = len(chosen.view.places) > 1 and self.candidates.needs.names_rank
         return chosen.place.rank if several else None
+
+
+_Each = TypeVar("_Each")
+
+
+def _some(each: Sequence[_Each], turn: int) -> Sequence[_Each]:
+    """`MOST_COMPARED` of them, for each turn others."""
+    count = len(each)
+    if count <= MOST_COMPARED:
+        return each
+    first = int(turn * GOLDEN % 1.0 * count)
+    return (*each[first : first + MOST_COMPARED], *each[: max(0, first + MOST_COMPARED - count)])
 
 
 _NOTHING_CACHED: Mapping[Role, Hits] = MappingProxyType(dict.fromkeys(Role, ()))

@@ -345,6 +345,39 @@ def test_among_equal_places_the_session_decides_where_what_is_cached_is_an_estim
     assert len({names(make(*views, hits=hits, turn=turn))[0] for turn in range(8)}) == 4
 
 
+def many(prefix: str, *, busy: int = 1) -> list[NodeView]:
+    """Fifty nodes, of which each so-many-th has nothing to do and all others have a queue."""
+    return [view(f"{prefix}{index}", 9000 if index % busy else 0) for index in range(50)]
+
+
+@pytest.mark.parametrize("step", [1, 2, 16], ids="a turn in {}".format)
+@pytest.mark.parametrize("cached", [True, False], ids=["cached on all", "cached nowhere"])
+def test_many_equal_nodes_get_as_many_prompts(step: int, cached: bool) -> None:
+    """A request may take several turns."""
+    nodes = many("p")
+    hits = {node.name: (2048, 2048) for node in nodes} if cached else {}
+    turns = range(0, 1000 * step, step)
+    counts = collections.Counter(names(make(*nodes, view("d1"), hits=hits, turn=turn))[0] for turn in turns)
+    assert len(counts) == 50
+    assert max(counts.values()) <= 2 * 1000 / 50
+
+
+@pytest.mark.parametrize("cached", [True, False], ids=["cached on all", "cached nowhere"])
+def test_of_many_nodes_one_that_has_nothing_to_do_is_found(cached: bool) -> None:
+    nodes = many("p", busy=8)
+    hits = {node.name: (2048, 2048) for node in nodes} if cached else {}
+    found = {names(make(*nodes, view("d1"), hits=hits, turn=turn))[0] for turn in range(200)}
+    assert found == {node.name for node in nodes if not node.lightest.queued}
+
+
+def test_a_session_finds_its_place_among_many_whatever_the_turn() -> None:
+    nodes = many("p")
+    hits = {node.name: (2048, 2048) for node in nodes}
+    asked = {"hits": hits, "source": HitSource.APPROXIMATION, "session": 7}
+    assert len({names(make(*nodes, view("d1"), turn=turn, **asked))[0] for turn in range(100)}) == 1  # type: ignore[arg-type]
+    assert len({names(make(*nodes, view("d1"), turn=turn, session=7))[0] for turn in range(100)}) == 1
+
+
 def test_one_hot_prefix_loads_no_node_much_more_than_the_mean() -> None:
     """Requests of 1,600 tokens that share 1,300, more than four nodes can compute at once."""
     met, queued = collections.Counter[str](), collections.Counter[str]()
