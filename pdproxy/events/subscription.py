@@ -82,19 +82,14 @@ class Subscription:
 
     async def _listen(self, live: ZmtpConnection) -> None:
         patience = self._waits.first_check
-        message = asyncio.ensure_future(live.receive())
-        try:
-            while True:
-                done, _ = await asyncio.wait((message,), timeout=patience)
-                if not done:
-                    await self._catch_up()
-                    patience = self._waits.check
-                    continue
-                frames, message = message.result(), asyncio.ensure_future(live.receive())
+        while True:
+            try:
+                frames = await live.receive(patience)
+            except TimeoutError:
+                await self._catch_up()
+                patience = self._waits.check
+            else:
                 await self._take(frames)
-        finally:
-            message.cancel()
-            await asyncio.gather(message, return_exceptions=True)
 
     async def _take(self, frames: tuple[bytes, ...]) -> None:
         batch = self._numbered(frames)

@@ -259,7 +259,7 @@ class Comparison:
         for _, _, scores in scored:
             least = min(least, *scores)
         if not hits or self._may_be_fresh(cost, views, hits, least):
-            fresh = list(map(_SPOT, views if self._session_decides else _some(views, turn)))
+            fresh = list(map(_SPOT, views if self._compares_all else _some(views, turn)))
             scores = cost.scores(NO_HIT, fresh)
             least = min(least, *scores)
             scored.append((NO_HIT, fresh, scores))
@@ -276,8 +276,14 @@ class Comparison:
         return Estimate(score, cost.seconds(hit, spot, score), *spot, hit)
 
     def _compared(self, hits: Hits, turn: int) -> Hits:
-        """`MOST_COMPARED` of the places that have as much cached, unless a session has to find its own among all."""
-        return hits if self._session_decides else [(hit, _some(spots, turn)) for hit, spots in hits]
+        """The places that have something cached, `MOST_COMPARED` of those that have as much."""
+        return hits if self._compares_all else [(hit, _some(spots, turn)) for hit, spots in hits]
+
+    @property
+    def _compares_all(self) -> bool:
+        """Whether a few places do not stand for all: a session has to find its own, or it matters for the turns to come
+        where a conversation begins."""
+        return self._session_decides or bool(self._lost)
 
     @property
     def _session_decides(self) -> bool:

@@ -87,16 +87,19 @@ class ZmtpConnection:
         for at, frame in enumerate(frames):
             self._writer.write(_header(_MORE if at < len(frames) - 1 else 0, len(frame)) + frame)
 
-    async def receive(self) -> tuple[bytes, ...]:
+    async def receive(self, patience: float | None = None) -> tuple[bytes, ...]:
         """The frames of the next message. Where this is cancelled the connection must be closed.
 
         Raises:
             NodeFault: RESET, INVALID_BODY.
+            TimeoutError: nothing came for ``patience`` seconds between two messages. The connection can still be used.
         """
         frames: list[bytes] = []
         size = 0
         while True:
-            flags, length = await self._read_header()
+            async with asyncio.timeout(None if frames else patience):
+                start = await self._read(2)  # takes both bytes, or none
+            flags, length = await self._header_from(start)
             if flags & _COMMAND:
                 self._on_command(await self._read(length))
                 continue
@@ -119,13 +122,13 @@ class ZmtpConnection:
         if greeting[:1] != b"\xff" or greeting[9] != 0x7F or greeting[10] < 3 or greeting[12:32] != _MECHANISM:
             raise NodeFault(Fault.INVALID_BODY, "the peer does not speak ZMTP 3 without security")
         self._writer.write(_ready(socket_type))
-        flags, length = await self._read_header()
+        flags, length = await self._header_from(await self._read(2))
         if not flags & _COMMAND or not (await self._read(length)).startswith(b"\x05READY"):
             raise NodeFault(Fault.INVALID_BODY, "the peer sends something else than READY")
 
-    async def _read_header(self) -> tuple[int, int]:
-        """Flags and length of the next frame."""
-        flags, length = await self._read(2)
+    async def _header_from(self, start: bytes) -> tuple[int, int]:
+        """Flags and length of the next frame, from its first two bytes and what follows them."""
+        flags, length = start
         if flags & _LONG:
             length = int.from_bytes(bytes((length,)) + await self._read(7))
         if flags & ~(_MORE | _LONG | _COMMAND) or (flags & _COMMAND and length > _LONGEST_COMMAND):

@@ -87,6 +87,47 @@ async def test_messages_come_whole_however_they_are_cut() -> None:
         connection.close()
 
 
+@contextlib.asynccontextmanager
+async def halting_peer(begun: bytes, rest: bytes) -> AsyncIterator[tuple[int, asyncio.Event]]:
+    """A server that sends ``begun``, and ``rest`` once the event is set."""
+    going = asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GREETING + READY + begun)
+        await going.wait()
+        writer.write(rest)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(handle, HOST, 0) as server:
+        yield server.sockets[0].getsockname()[1], going
+        going.set()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+async def test_where_no_message_begins_in_time_none_is_lost(at: int) -> None:
+    message = frame(b"one", 1) + frame(b"two")
+    async with halting_peer(message[:at], message[at:]) as (port, going):
+        connection = await opened(port)
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await connection.receive(0.02)
+        going.set()
+        assert await connection.receive(5.0) == (b"one", b"two")
+        connection.close()
+
+
+@pytest.mark.parametrize("at", [2, 4, 6])
+async def test_a_message_that_has_begun_is_waited_for(at: int) -> None:
+    """It is no silence; a peer that is gone is noticed otherwise."""
+    message = frame(b"one", 1) + frame(b"two")
+    async with halting_peer(message[:at], message[at:]) as (port, going):
+        connection = await opened(port)
+        asyncio.get_running_loop().call_later(0.1, going.set)
+        assert await connection.receive(0.02) == (b"one", b"two")
+        connection.close()
+
+
 async def test_a_ping_is_answered() -> None:
     read: list[bytes] = []
     async with peer(GREETING, READY, frame(b"\x04PING\x00\x10context", 4), frame(b"m"), read=read) as port:
