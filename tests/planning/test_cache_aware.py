@@ -470,6 +470,15 @@ def test_a_large_conversation_begins_where_the_fewest_agents_live() -> None:
     assert names(make(*nodes, hits=hits, next_turn=AGENTS_AT_P1)) == ("p1", "d1"), "an agent costs the prompt, no more"
 
 
+@pytest.mark.parametrize("cached", [True, False], ids=["cached on all", "cached nowhere"])
+def test_of_many_nodes_the_only_one_without_agents_is_found(cached: bool) -> None:
+    nodes = [of_capacity(f"p{index}") for index in range(50)]
+    hits = {node.name: (1280, 1280) for node in nodes} if cached else {}
+    agents = NextTurn(30.0, 8000.0, others={Place(node.name): 1.0 for node in nodes if node.name != "p33"})
+    found = {names(make(*nodes, view("d1"), hits=hits, next_turn=agents, turn=turn))[0] for turn in range(50)}
+    assert found == {"p33"}
+
+
 def test_places_that_take_over_are_not_charged_for_agents() -> None:
     nodes = (of_capacity("p1"), of_capacity("d1"), of_capacity("d2"))
     assert names(make(*nodes, hits={"d1": (1280, 0)}, next_turn=AGENTS_AT_P1)) == ("p1", "d1")

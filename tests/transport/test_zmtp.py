@@ -119,7 +119,7 @@ async def test_where_no_message_begins_in_time_none_is_lost(at: int) -> None:
 
 @pytest.mark.parametrize("at", [2, 4, 6])
 async def test_a_message_that_has_begun_is_waited_for(at: int) -> None:
-    """It is no silence; a peer that is gone is noticed otherwise."""
+    """A halt inside of a message is no silence: a peer that is gone is noticed otherwise."""
     message = frame(b"one", 1) + frame(b"two")
     async with halting_peer(message[:at], message[at:]) as (port, going):
         connection = await opened(port)
