@@ -4,9 +4,9 @@ Parts: prompts (128 KB to 8 MB), concurrency (1 to 512 streams at once), nodes (
 nothing: memory of each), hang-ups (memory after clients that leave, cycle by cycle). CPU time is that of the proxy's
 process, the kernel's part of it included; memory is its resident set. Nodes are fakes, in processes of their own.
 
-A machine's speed differs from minute to minute by more than the rows of `nodes` do. So all of its proxies run, and are
-asked in turns; each is compared with the one before 2 nodes in the same round. While one is asked whose nodes publish
-KV events, those of the other fleets with events publish, too, and their proxies read: the machine is as busy for each.
+A machine's speed differs from minute to minute by more than the rows of `nodes` do. So a proxy before many nodes runs
+beside one before 2, and no others: they are asked in turns, and compared with each other's turn of the same round.
+While either is asked, the nodes of both publish KV events, if any: so the machine is as busy for each.
 """
 
 import argparse
@@ -124,11 +124,6 @@ class Fleet(NamedTuple):
         events = f", {self.nodes.batches:g} batches of events a second each" if self.nodes.batches else ""
         return f"{self.peer.name}, {2 * self.nodes.each}{events}"
 
-    @property
-    def kind(self) -> tuple[str, float]:
-        """Fleets of one kind differ by the number of their nodes alone."""
-        return self.peer.name, self.nodes.batches
-
     def running(self) -> contextlib.AbstractAsyncContextManager[MeteredProxy]:
         """The proxy, ready."""
         flags = NO_SLOW_START if self.peer is PDPROXY else ()
@@ -143,34 +138,39 @@ class Turn(NamedTuple):
     idle: float
 
 
-FLEETS = (
-    Fleet(VLLM_ROUTER, Nodes(1)), Fleet(VLLM_ROUTER, Nodes(50)),
-    Fleet(PDPROXY, Nodes(1)), Fleet(PDPROXY, Nodes(50)), Fleet(PDPROXY, Nodes(500)),
-    Fleet(PDPROXY, Nodes(1, batches=10.0)), Fleet(PDPROXY, Nodes(50, batches=10.0)),
-)  # fmt: skip
-"""The one with 2 nodes comes first of its kind."""
+PAIRS = (
+    (Fleet(VLLM_ROUTER, Nodes(1)), Fleet(VLLM_ROUTER, Nodes(50))),
+    (Fleet(PDPROXY, Nodes(1)), Fleet(PDPROXY, Nodes(50))),
+    (Fleet(PDPROXY, Nodes(1)), Fleet(PDPROXY, Nodes(500))),
+    (Fleet(PDPROXY, Nodes(1, batches=10.0)), Fleet(PDPROXY, Nodes(50, batches=10.0))),
+)
+"""One before 2 nodes, and one before more."""
 
 
 async def nodes(size: Size) -> Table:
     """CPU time of a request, and of a second without one, by the number of nodes, some of which publish KV events."""
     await asyncio.to_thread(make_environment)
-    turns: dict[Fleet, list[Turn]] = {fleet: [] for fleet in FLEETS}
+    rows = [row for pair in PAIRS for row in await _compared(pair, size.rounds)]
+    own = "without what the proxy does by itself"
+    columns = ("ms of CPU a request", own, "times 2 nodes (quartiles)", "of a core, without requests", "memory, MB")
+    return Table("nodes", columns, rows)
+
+
+async def _compared(pair: tuple[Fleet, Fleet], rounds: int) -> list[Row]:
+    """A row of each of two fleets, which are asked in turns."""
+    turns: dict[Fleet, list[Turn]] = {fleet: [] for fleet in pair}
     async with contextlib.AsyncExitStack() as stack:
-        proxies = {fleet: await stack.enter_async_context(fleet.running()) for fleet in FLEETS}
+        proxies = {fleet: await stack.enter_async_context(fleet.running()) for fleet in pair}
         for fleet, proxy in proxies.items():
             await settled(fleet, proxy)
             await _cost(proxy, 2 * TURN_REQUESTS, AT_ONCE)
             await _publish(proxy, fleet, signal.SIGUSR1)
-        for number in range(size.rounds):
-            for fleet in FLEETS if number % 2 else FLEETS[::-1]:
+        for number in range(rounds):
+            for fleet in pair if number % 2 else pair[::-1]:
                 turns[fleet].append(await take_turn(fleet, proxies))
-            print(f"  round {number + 1}: {'  '.join(f'{turns[each][-1].own:.2f}' for each in FLEETS)}", flush=True)
+            print(f"  round {number + 1}: {'  '.join(f'{turns[each][-1].own:.2f}' for each in pair)}", flush=True)
         sizes = {fleet: resident(proxy.process.pid) for fleet, proxy in proxies.items()}
-    first = {fleet.kind: fleet for fleet in reversed(FLEETS)}
-    rows = [show(_nodes_row(fleet, turns[fleet], turns[first[fleet.kind]], sizes[fleet])) for fleet in FLEETS]
-    own = "without what the proxy does by itself"
-    columns = ("ms of CPU a request", own, "times 2 nodes (quartiles)", "of a core, without requests", "memory, MB")
-    return Table("nodes", columns, rows)
+    return [show(_nodes_row(fleet, turns[fleet], turns[pair[0]], sizes[fleet])) for fleet in pair]
 
 
 def _nodes_row(fleet: Fleet, turns: Sequence[Turn], before_two: Sequence[Turn], size: int) -> Row:
@@ -198,15 +198,14 @@ async def settled(fleet: Fleet, proxy: MeteredProxy) -> None:
 
 
 async def take_turn(fleet: Fleet, proxies: Mapping[Fleet, MeteredProxy]) -> Turn:
-    """Measure a fleet. If its nodes publish events, those of all such fleets do meanwhile, and at no other time.
+    """Measure one of these fleets; nodes with events publish them meanwhile, and at no other time.
 
     Raises:
         AssertionError: an answer was wrong, or events were not read.
     """
     proxy = proxies[fleet]
-    publishing = [each for each in proxies if each.nodes.batches] if fleet.nodes.batches else []
-    for each in publishing:
-        await _publish(proxies[each], each, signal.SIGUSR2)
+    for each, other in proxies.items():
+        await _publish(other, each, signal.SIGUSR2)
     events, since = await _events_read(fleet, proxy), time.monotonic()
     before = await _idle(proxy)
     began = time.monotonic()
@@ -216,8 +215,8 @@ async def take_turn(fleet: Fleet, proxies: Mapping[Fleet, MeteredProxy]) -> Turn
     read, wanted = await _events_read(fleet, proxy) - events, 2 * fleet.nodes.each * fleet.nodes.batches
     if read < FEWEST_BATCHES * wanted * (time.monotonic() - since):
         raise AssertionError(f"{fleet}: {read:.0f} batches were read in {time.monotonic() - since:.1f} s")
-    for each in publishing:
-        await _publish(proxies[each], each, signal.SIGUSR1)
+    for each, other in proxies.items():
+        await _publish(other, each, signal.SIGUSR1)
     return Turn(cost, cost - 1000 * idle * seconds / TURN_REQUESTS, idle)
 
 
