@@ -28,5 +28,5 @@ async def test_kv_events_of_every_node_are_read() -> None:
     fleet = Fleet(PDPROXY, Nodes(2, batches=50.0))
     async with fleet.running() as proxy:
         await settled(fleet, proxy)
-        turn = await take_turn(fleet, proxy)
+        turn = await take_turn(fleet, {fleet: proxy})
     assert turn.request > 0
