@@ -84,7 +84,8 @@ class Subscription:
         patience = self._waits.first_check
         while True:
             try:
-                frames = await live.receive(patience)
+                async with asyncio.timeout(patience):
+                    frames = await live.receive()
             except TimeoutError:
                 await self._catch_up()
                 patience = self._waits.check

@@ -56,6 +56,12 @@ class ZmtpConnection:
         self._reader = reader
         self._writer = writer
         self._longest = longest
+        self._frames: list[bytes] = []
+        """Those of the message that has begun to come."""
+        self._start = b""
+        """The first two bytes of a frame whose length is still to come; empty where none is."""
+        self._header: tuple[int, int] | None = None
+        """Flags and length of the frame whose body is still to come."""
 
     @classmethod
     async def open(cls, host: str, port: int, socket_type: SocketType, seconds: float, longest: int) -> Self:
@@ -87,28 +93,25 @@ class ZmtpConnection:
         for at, frame in enumerate(frames):
             self._writer.write(_header(_MORE if at < len(frames) - 1 else 0, len(frame)) + frame)
 
-    async def receive(self, patience: float | None = None) -> tuple[bytes, ...]:
-        """The frames of the next message. Where this is cancelled the connection must be closed.
+    async def receive(self) -> tuple[bytes, ...]:
+        """The frames of the next message. Where this is cancelled, the next call continues: no byte is lost.
 
         Raises:
             NodeFault: RESET, INVALID_BODY.
-            TimeoutError: nothing came for ``patience`` seconds between two messages. The connection can still be used.
         """
-        frames: list[bytes] = []
-        size = 0
         while True:
-            async with asyncio.timeout(None if frames else patience):
-                start = await self._read(2)  # takes both bytes, or none
-            flags, length = await self._header_from(start)
+            if self._header is None:
+                self._header = await self._read_header()
+            flags, length = self._header
+            body = await self._read(length)
+            self._header = None
             if flags & _COMMAND:
-                self._on_command(await self._read(length))
+                self._on_command(body)
                 continue
-            size += length
-            if size > self._longest or len(frames) == MOST_FRAMES:
-                raise NodeFault(Fault.INVALID_BODY, f"a message is longer than {self._longest} bytes")
-            frames.append(await self._read(length))
+            self._frames.append(body)
             if not flags & _MORE:
-                return tuple(frames)
+                message, self._frames = tuple(self._frames), []
+                return message
 
     def close(self) -> None:
         """End the connection at once. Idempotent."""
@@ -122,17 +125,23 @@ class ZmtpConnection:
         if greeting[:1] != b"\xff" or greeting[9] != 0x7F or greeting[10] < 3 or greeting[12:32] != _MECHANISM:
             raise NodeFault(Fault.INVALID_BODY, "the peer does not speak ZMTP 3 without security")
         self._writer.write(_ready(socket_type))
-        flags, length = await self._header_from(await self._read(2))
+        flags, length = await self._read_header()
         if not flags & _COMMAND or not (await self._read(length)).startswith(b"\x05READY"):
             raise NodeFault(Fault.INVALID_BODY, "the peer sends something else than READY")
 
-    async def _header_from(self, start: bytes) -> tuple[int, int]:
-        """Flags and length of the next frame, from its first two bytes and what follows them."""
-        flags, length = start
+    async def _read_header(self) -> tuple[int, int]:
+        """Flags and length of the next frame, which is not too long."""
+        self._start = self._start or await self._read(2)
+        flags, length = self._start
         if flags & _LONG:
             length = int.from_bytes(bytes((length,)) + await self._read(7))
+        self._start = b""
         if flags & ~(_MORE | _LONG | _COMMAND) or (flags & _COMMAND and length > _LONGEST_COMMAND):
             raise NodeFault(Fault.INVALID_BODY, "the peer sends something else than ZMTP")
+        if not flags & _COMMAND and (
+            len(self._frames) == MOST_FRAMES or length + sum(map(len, self._frames)) > self._longest
+        ):
+            raise NodeFault(Fault.INVALID_BODY, f"a message is longer than {self._longest} bytes")
         return flags, length
 
     async def _read(self, size: int) -> bytes:
