@@ -164,7 +164,7 @@ async def _compared(pair: tuple[Fleet, Fleet], rounds: int) -> list[Row]:
         for fleet, proxy in proxies.items():
             await settled(fleet, proxy)
             await _cost(proxy, 2 * TURN_REQUESTS, AT_ONCE)
-            await _publish(proxy, fleet, signal.SIGUSR1)
+            await _tell_publishers({fleet: proxy}, signal.SIGUSR1)
         for number in range(rounds):
             for fleet in pair if number % 2 else pair[::-1]:
                 turns[fleet].append(await take_turn(fleet, proxies))
@@ -204,8 +204,7 @@ async def take_turn(fleet: Fleet, proxies: Mapping[Fleet, MeteredProxy]) -> Turn
         AssertionError: an answer was wrong, or events were not read.
     """
     proxy = proxies[fleet]
-    for each, other in proxies.items():
-        await _publish(other, each, signal.SIGUSR2)
+    await _tell_publishers(proxies, signal.SIGUSR2)
     events, since = await _events_read(fleet, proxy), time.monotonic()
     before = await _idle(proxy)
     began = time.monotonic()
@@ -215,8 +214,7 @@ async def take_turn(fleet: Fleet, proxies: Mapping[Fleet, MeteredProxy]) -> Turn
     read, wanted = await _events_read(fleet, proxy) - events, 2 * fleet.nodes.each * fleet.nodes.batches
     if read < FEWEST_BATCHES * wanted * (time.monotonic() - since):
         raise AssertionError(f"{fleet}: {read:.0f} batches were read in {time.monotonic() - since:.1f} s")
-    for each, other in proxies.items():
-        await _publish(other, each, signal.SIGUSR1)
+    await _tell_publishers(proxies, signal.SIGUSR1)
     return Turn(cost, cost - 1000 * idle * seconds / TURN_REQUESTS, idle)
 
 
@@ -227,9 +225,9 @@ async def _idle(proxy: MeteredProxy) -> float:
     return (cpu_seconds(proxy.process.pid) - used) / (time.monotonic() - began)
 
 
-async def _publish(proxy: MeteredProxy, fleet: Fleet, number: signal.Signals) -> None:
+async def _tell_publishers(proxies: Mapping[Fleet, MeteredProxy], number: signal.Signals) -> None:
     """Nodes with events begin to publish, or cease to (`event_node`)."""
-    for process in proxy.nodes if fleet.nodes.batches else ():
+    for process in [each for fleet, proxy in proxies.items() if fleet.nodes.batches for each in proxy.nodes]:
         process.send_signal(number)
     await asyncio.sleep(0.3)  # of two signals at once the second one may be taken first
 

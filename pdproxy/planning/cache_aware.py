@@ -2,7 +2,7 @@
 
 The costs of prefill and of decode places are found apart (`cost`), and the best of each cohort go together, for what a
 hand-over costs depends on the decode place alone. Only places that have something cached are looked at one by one; all
-others differ by their load alone. Of many that have as much cached, a few are compared for each plan (`MOST_COMPARED`).
+others differ by their load alone. Of many that have the same cached, each plan compares a few (`MOST_COMPARED`).
 Of places that cost nearly the same, the request's session decides, or what they did lately.
 
 How `CacheAware.pair` comes to a plan: `Comparison.best_pair` finds the cheapest pair. Two other ways may be better:
@@ -55,11 +55,11 @@ NEAR_SECONDS, NEAR_SHARE = 0.002, 0.05
 FEW = 8
 """The most places of nearly the same cost that are compared by what they did lately."""
 MOST_COMPARED = 16
-"""Places of those that have as much cached whose costs are compared; for each plan others, so that each place is looked
-at as often. The least of 16 costs hardly more than the least of all (docs/decisions/request-cost.md), and to read the
-load of a place takes the proxy 1 µs."""
-GOLDEN = (math.sqrt(5) - 1) / 2
-"""Steps of this part of a circle spread evenly over it, and so do every second, every third one and so on."""
+"""A plan compares at most so many places of those that have the same `Hit`, other ones for each plan. The cheapest of
+16 costs hardly more than the cheapest of all, and reading the load of a place takes 1 µs
+(docs/decisions/request-cost.md)."""
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+"""Multiples of it, less their whole part, are spread evenly from 0 to 1; so are those of every second or third turn."""
 SESSION_SHARE = 0.5
 """The share of a prompt that its session's own place is taken to have cached where nothing is known."""
 FIRST_TURN = 0.6
@@ -259,7 +259,7 @@ class Comparison:
         for _, _, scores in scored:
             least = min(least, *scores)
         if not hits or self._may_be_fresh(cost, views, hits, least):
-            fresh = list(map(_SPOT, views if self._compares_all else _some(views, turn)))
+            fresh = list(map(_SPOT, views if self._compares_all else _sample(views, turn)))
             scores = cost.scores(NO_HIT, fresh)
             least = min(least, *scores)
             scored.append((NO_HIT, fresh, scores))
@@ -276,13 +276,13 @@ class Comparison:
         return Estimate(score, cost.seconds(hit, spot, score), *spot, hit)
 
     def _compared(self, hits: Hits, turn: int) -> Hits:
-        """The places that have something cached, `MOST_COMPARED` of those that have as much."""
-        return hits if self._compares_all else [(hit, _some(spots, turn)) for hit, spots in hits]
+        """The places with something cached whose costs this plan compares."""
+        return hits if self._compares_all else [(hit, _sample(spots, turn)) for hit, spots in hits]
 
     @property
     def _compares_all(self) -> bool:
-        """Whether a few places do not stand for all: a session has to find its own, or it matters for the turns to come
-        where a conversation begins."""
+        """Whether no place may be left out: a session has to find its own, or places differ in what the next turn will
+        lack there (`lost_tokens`, `with_agents`)."""
         return self._session_decides or bool(self._lost)
 
     @property
@@ -358,16 +358,16 @@ class Comparison:
         return chosen.place.rank if several else None
 
 
-_Each = TypeVar("_Each")
+_T = TypeVar("_T")
 
 
-def _some(each: Sequence[_Each], turn: int) -> Sequence[_Each]:
-    """`MOST_COMPARED` of them, for each turn others."""
-    count = len(each)
+def _sample(places: Sequence[_T], turn: int) -> Sequence[_T]:
+    """At most `MOST_COMPARED` of them: neighbours, which begin elsewhere for each turn."""
+    count = len(places)
     if count <= MOST_COMPARED:
-        return each
-    first = int(turn * GOLDEN % 1.0 * count)
-    return (*each[first : first + MOST_COMPARED], *each[: max(0, first + MOST_COMPARED - count)])
+        return places
+    first = int(turn * GOLDEN_RATIO % 1.0 * count)
+    return (*places[first : first + MOST_COMPARED], *places[: max(0, first + MOST_COMPARED - count)])
 
 
 _NOTHING_CACHED: Mapping[Role, Hits] = MappingProxyType(dict.fromkeys(Role, ()))

@@ -345,9 +345,9 @@ def test_among_equal_places_the_session_decides_where_what_is_cached_is_an_estim
     assert len({names(make(*views, hits=hits, turn=turn))[0] for turn in range(8)}) == 4
 
 
-def many(prefix: str, *, busy: int = 1) -> list[NodeView]:
-    """Fifty nodes, of which each so-many-th has nothing to do and all others have a queue."""
-    return [view(f"{prefix}{index}", 9000 if index % busy else 0) for index in range(50)]
+def many(prefix: str, *, idle_every: int = 1) -> list[NodeView]:
+    """Fifty nodes. Every ``idle_every``-th one is idle, and all others have a queue."""
+    return [view(f"{prefix}{index}", 9000 if index % idle_every else 0) for index in range(50)]
 
 
 @pytest.mark.parametrize("step", [1, 2, 16], ids="a turn in {}".format)
@@ -364,7 +364,7 @@ def test_many_equal_nodes_get_as_many_prompts(step: int, cached: bool) -> None:
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached on all", "cached nowhere"])
 def test_of_many_nodes_one_that_has_nothing_to_do_is_found(cached: bool) -> None:
-    nodes = many("p", busy=8)
+    nodes = many("p", idle_every=8)
     hits = {node.name: (2048, 2048) for node in nodes} if cached else {}
     found = {names(make(*nodes, view("d1"), hits=hits, turn=turn))[0] for turn in range(200)}
     assert found == {node.name for node in nodes if not node.lightest.queued}
