@@ -2,8 +2,8 @@
 
 The costs of prefill and of decode places are found apart (`cost`), and the best of each cohort go together, for what a
 hand-over costs depends on the decode place alone. Only places that have something cached are looked at one by one; all
-others differ by their load alone. Of many that have the same cached, each plan compares a few (`MOST_COMPARED`).
-Of places that cost nearly the same, the request's session decides, or what they did lately.
+others differ by their load alone. Of places that cost nearly the same, the request's session decides, or what they did
+lately.
 
 How `CacheAware.pair` comes to a plan: `Comparison.best_pair` finds the cheapest pair. Two other ways may be better:
 
@@ -25,7 +25,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, repeat
 from types import MappingProxyType
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from pdproxy.nodes.node import Bars, NodeGroup, NodeView, PlaceSet, Role, Spot
 from pdproxy.planning.cost import (
@@ -54,12 +54,6 @@ NEAR_SECONDS, NEAR_SHARE = 0.002, 0.05
 """Costs that differ by less than this, or than this share, are the same: no estimate is better than that."""
 FEW = 8
 """The most places of nearly the same cost that are compared by what they did lately."""
-MOST_COMPARED = 16
-"""A plan compares at most so many places of those that have the same `Hit`, other ones for each plan. The cheapest of
-16 costs hardly more than the cheapest of all, and reading the load of a place takes 1 µs
-(docs/decisions/request-cost.md)."""
-GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-"""Multiples of it, less their whole part, are spread evenly from 0 to 1; so are those of every second or third turn."""
 SESSION_SHARE = 0.5
 """The share of a prompt that its session's own place is taken to have cached where nothing is known."""
 FIRST_TURN = 0.6
@@ -104,7 +98,7 @@ class CacheAware:
             is_one_node = prefill.view is decode.view  # it needs no hand-over to itself, and so serves alone
             if alone is not None and (is_one_node or alone.score < prefill.score + decode.score):
                 return compared.plan_alone(alone, compared.reason(alone, Role.DECODE), LocalReason.ALONE)
-        resuming = compared.best_resuming(turn) if compared.hits(Role.DECODE) else None
+        resuming = compared.best_resuming() if compared.hits(Role.DECODE) else None
         if resuming is not None and (
             resuming.seconds + compared.seconds_put_off(resuming, prefill) < prefill.seconds + decode.seconds
         ):
@@ -202,7 +196,7 @@ class Comparison:
         hits = _having(self._hits[Role.DECODE], lambda view: len(view.node.roles) > 1)
         return self.best(self.local(), views, hits, turn)
 
-    def best_resuming(self, turn: int) -> Estimate | None:
+    def best_resuming(self) -> Estimate | None:
         """The decode place that resumes by itself and computes the rest soonest, within the budget for its streams.
         Nodes of both roles are left to `best_alone`."""
         if self._policy.itl_budget <= 0:
@@ -213,7 +207,7 @@ class Comparison:
         if not hits:
             return None
         cost = LocalCost(self.tokens, self.candidates.book)
-        by_score = sorted(_estimates(cost, self._compared(hits, turn)), key=_SCORE)
+        by_score = sorted(_estimates(cost, hits), key=_SCORE)
         return next((each for each in by_score if cost.stall(each) <= self._budget(each)), None)
 
     def _budget(self, alone: Estimate) -> float:
@@ -254,12 +248,12 @@ class Comparison:
             hits = self._guessed(views, needs.session)
         if len(views) == 1 and len(views[0].places) == 1:  # nothing to compare
             return _estimate(cost, views[0].spot, hits[0][0] if hits else NO_HIT)
-        scored = [(hit, spots, cost.scores(hit, spots)) for hit, spots in self._compared(hits, turn)]
+        scored = [(hit, spots, cost.scores(hit, spots)) for hit, spots in hits]
         least = math.inf
         for _, _, scores in scored:
             least = min(least, *scores)
         if not hits or self._may_be_fresh(cost, views, hits, least):
-            fresh = list(map(_SPOT, views if self._compares_all else _sample(views, turn)))
+            fresh = list(map(_SPOT, views))
             scores = cost.scores(NO_HIT, fresh)
             least = min(least, *scores)
             scored.append((NO_HIT, fresh, scores))
@@ -274,23 +268,6 @@ class Comparison:
         if hit is NO_HIT and hits:  # its lightest rank may have something cached after all, where that hardly matters
             return _estimate(cost, spot, self._hit_at(cost.role, spot))
         return Estimate(score, cost.seconds(hit, spot, score), *spot, hit)
-
-    def _compared(self, hits: Hits, turn: int) -> Hits:
-        """The places with something cached whose costs this plan compares."""
-        return hits if self._compares_all else [(hit, _sample(spots, turn)) for hit, spots in hits]
-
-    @property
-    def _compares_all(self) -> bool:
-        """Whether no place may be left out: a session has to find its own, or places differ in what the next turn will
-        lack there (`lost_tokens`, `with_agents`)."""
-        return self._session_decides or bool(self._lost)
-
-    @property
-    def _session_decides(self) -> bool:
-        """Whether it chooses among places of nearly the same cost, since what is cached is an estimate: all its turns
-        are at one place then, and other proxies find the same one."""
-        needs = self.candidates.needs
-        return needs.session is not None and (needs.prefix is None or needs.prefix.source is HitSource.APPROXIMATION)
 
     def _may_be_fresh(self, cost: Cost, views: Sequence[NodeView], hits: Hits, least: float) -> bool:
         """Whether a place that has nothing cached may cost as little as the best one of the others."""
@@ -309,11 +286,12 @@ class Comparison:
         return next((hit for hit, spots in self._hits[role] if spot in spots), NO_HIT)
 
     def _index_by_session_or_idleness(self, near: Sequence[_Scored], turn: int) -> int:
-        """The session's own place, where it decides. Else the place that did least lately, of a few from the
-        ``turn``-th on: whatever is cached there will draw more requests."""
-        session = self.candidates.needs.session
-        if session is not None and self._session_decides:
-            return own_index([spot[0] for _, spot, _ in near], session)
+        """The session's own place, where what is cached is an estimate: all its turns are at one place then, and other
+        proxies find the same one. Else the place that did least lately, of a few from the ``turn``-th on: whatever is
+        cached there will draw more requests."""
+        needs = self.candidates.needs
+        if needs.session is not None and (needs.prefix is None or needs.prefix.source is HitSource.APPROXIMATION):
+            return own_index([spot[0] for _, spot, _ in near], needs.session)
         few = [(turn + step) % len(near) for step in range(min(FEW, len(near)))]
         did = [sum(map(_RECENT, near[index][1][0].places)) for index in few]
         return few[did.index(min(did))]
@@ -356,18 +334,6 @@ class Comparison:
         """The rank is named where there are several."""
         several = len(chosen.view.places) > 1 and self.candidates.needs.names_rank
         return chosen.place.rank if several else None
-
-
-_T = TypeVar("_T")
-
-
-def _sample(places: Sequence[_T], turn: int) -> Sequence[_T]:
-    """At most `MOST_COMPARED` of them: neighbours, which begin elsewhere for each turn."""
-    count = len(places)
-    if count <= MOST_COMPARED:
-        return places
-    first = int(turn * GOLDEN_RATIO % 1.0 * count)
-    return (*places[first : first + MOST_COMPARED], *places[: max(0, first + MOST_COMPARED - count)])
 
 
 _NOTHING_CACHED: Mapping[Role, Hits] = MappingProxyType(dict.fromkeys(Role, ()))

@@ -350,16 +350,12 @@ def many(prefix: str, *, idle_every: int = 1) -> list[NodeView]:
     return [view(f"{prefix}{index}", 9000 if index % idle_every else 0) for index in range(50)]
 
 
-@pytest.mark.parametrize("step", [1, 2, 16], ids="a turn in {}".format)
 @pytest.mark.parametrize("cached", [True, False], ids=["cached on all", "cached nowhere"])
-def test_many_equal_nodes_get_as_many_prompts(step: int, cached: bool) -> None:
-    """A request may take several turns."""
+def test_many_equal_nodes_get_as_many_prompts(cached: bool) -> None:
     nodes = many("p")
     hits = {node.name: (2048, 2048) for node in nodes} if cached else {}
-    turns = range(0, 1000 * step, step)
-    counts = collections.Counter(names(make(*nodes, view("d1"), hits=hits, turn=turn))[0] for turn in turns)
-    assert len(counts) == 50
-    assert max(counts.values()) <= 2 * 1000 / 50
+    counts = collections.Counter(names(make(*nodes, view("d1"), hits=hits, turn=turn))[0] for turn in range(1000))
+    assert set(counts.values()) == {1000 // 50}
 
 
 @pytest.mark.parametrize("cached", [True, False], ids=["cached on all", "cached nowhere"])
