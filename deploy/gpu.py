@@ -489,8 +489,11 @@ class Run:
         logs = [path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("logs/decode-*.log")]
         lanes = re.compile(r"UCX +INFO .*?((?:intra|inter)-node cfg#\d+ .*)")
         versions = {"UCX between nodes": "; ".join(sorted({lane for log in logs for lane in lanes.findall(log)}))}
-        versions |= {"commit": run(["git", "describe", "--always", "--dirty"])[1], "system": platform.release()}
-        versions |= {"python": platform.python_version(), **{each.name: each.version for each in distributions()}}
+        # By the shell, which says where there is no git.
+        versions |= {"commit": run(["sh", "-c", "git describe --always --dirty"])[1], "system": platform.release()}
+        # Where a package is there twice, the first one is imported.
+        installed = {each.name: each.version for each in reversed([*distributions()])}
+        versions |= {"python": platform.python_version(), **installed}
         self.write("versions.txt", "".join(f"{name}: {value}\n" for name, value in versions.items()))
         if not self.options.cpu:
             self.write("nvidia-smi.txt", run(["sh", "-c", "nvidia-smi; nvidia-smi topo -m"])[1])

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -234,6 +235,21 @@ class TestRun:
         files = held(run.options.folder.with_name("run.tar.gz"))
         assert {"run/results.json", "run/settings.txt", "run/summary.txt", "run/nvidia-smi.txt"} <= files.keys()
         assert files["run/versions.txt"].startswith(b"UCX between nodes: intra-node cfg#0 rma(cuda_ipc/cuda)\n")
+
+    def test_what_ran_is_told_without_git_and_of_the_packages_that_are_imported(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        for folder, version in (("first", "2.14.0"), ("second", "2.11.0")):
+            (about := tmp_path / folder / "twice-0.dist-info").mkdir(parents=True)
+            (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: twice\nVersion: {version}\n")
+        monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), str(tmp_path / "second"), *sys.path])
+        (only := tmp_path / "bin").mkdir()
+        (only / "sh").symlink_to("/bin/sh")
+        monkeypatch.setenv("PATH", str(only))
+        assert run.attempt("collect", run.collect)
+        versions = held(run.options.folder.with_name("run.tar.gz"))["run/versions.txt"].decode()
+        assert "\ntwice: 2.14.0\n" in versions
+        assert "git: " in versions.partition("\ncommit: ")[2].partition("\n")[0]
 
     def test_a_step_that_breaks_off_keeps_what_it_found_and_says_what_to_do(
         self, run: Run, capsys: pytest.CaptureFixture[str]
