@@ -6,7 +6,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,10 +14,11 @@ from deploy import gpu
 from deploy.bench.rounds import BenchError
 from deploy.gpu import ADVICE, Run, learn, nodes_of, options_of, pack, question, secrets_of, started, without_secrets
 from deploy.local.model.quiz import recite
-from deploy.local.node import NodeSpec, Role
+from deploy.local.node import Node, NodeSpec, Role
 from deploy.local.ports import HOST
 from deploy.local.readiness import NotReadyError
-from deploy.local.supervise import Supervisor
+from deploy.local.supervise import Part, Process, Supervisor
+from tests.e2e.process_faults import ProcessFault
 
 ASKED = {"model": "m", "prompt": "?", "max_tokens": 96}
 KEY = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
@@ -284,6 +285,22 @@ class TestRun:
         run.urls["decode-0"] = "u"
         step = run.attempt("attacks", lambda: run.attack("a", (ASKED, "right"), {}, lambda: next(looks)))
         assert step is holds
+
+    @pytest.mark.parametrize(("role", "struck"), [(Role.DECODE, "decode-1"), (Role.PREFILL, "prefill")])
+    def test_the_node_that_fails_has_streams(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, role: Role, struck: str
+    ) -> None:
+        """Of two decode nodes the proxy may use one alone: the other one was slow when it had just started."""
+        parts = {name: Part(name, Path(name), cast(Process, None)) for name in ("prefill", "decode-0", "decode-1")}
+        for name, part in parts.items():
+            run.nodes[name] = Node(NodeSpec(name, Role(name.partition("-")[0]), 0, 0), part)
+        run.urls["proxy"] = "http://proxy"
+        legs = {"prefill": 1.0, "decode-0": 0.0, "decode-1": 8.0}
+        monkeypatch.setattr(gpu, "read", lambda _url, _name, node: legs[node])
+        fallen = list[str]()
+        monkeypatch.setattr(gpu, "strike", lambda part, _fault: fallen.append(part.name))
+        run.strike_under_way(role, ProcessFault.STOPPED, [[(0.0, "")] * 5])
+        assert fallen == [struck]
 
     @pytest.mark.parametrize(
         ("told", "said"),
