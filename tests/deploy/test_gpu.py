@@ -290,7 +290,7 @@ class TestRun:
     def test_the_node_that_fails_has_streams(
         self, run: Run, monkeypatch: pytest.MonkeyPatch, role: Role, struck: str
     ) -> None:
-        """Of two decode nodes the proxy may use one alone: the other one was slow when it had just started."""
+        """The proxy may use one of two decode nodes alone, as where the other one was slow at its first reads."""
         parts = {name: Part(name, Path(name), cast(Process, None)) for name in ("prefill", "decode-0", "decode-1")}
         for name, part in parts.items():
             run.nodes[name] = Node(NodeSpec(name, Role(name.partition("-")[0]), 0, 0), part)
