@@ -16,16 +16,13 @@ from pdproxy.events.batch_order import BatchOrder, Position
 from pdproxy.events.wire import BatchDecoder, EventBatch, InvalidBatch, NumberedBatch
 from pdproxy.nodes.hashing import Hashing
 from pdproxy.observe.event_metrics import EventMetrics
-from pdproxy.observe.labels import BatchOutcome, CacheEventKind, Forgotten, Known
+from pdproxy.observe.labels import BatchOutcome, Forgotten, Known
 from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme, PromptHasher, root_hash
-from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, GroupKind
+from pdproxy.planning.cache_events import CacheCleared, GroupKind
 from pdproxy.planning.prefix import Place
 from pdproxy.planning.prefix_index import PrefixIndex
 
 _LOG = logging.getLogger(__name__)
-_KINDS = {
-    BlocksStored: CacheEventKind.STORED, BlocksRemoved: CacheEventKind.REMOVED, CacheCleared: CacheEventKind.CLEARED
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,7 +198,7 @@ class PlaceFeed:
         for event in batch.events:
             index.apply(self.place, event)
         self._metrics.batch(BatchOutcome.APPLIED)
-        self._metrics.events([_KINDS[type(event)] for event in batch.events], batch.ignored)
+        self._metrics.events(batch.counts)
         self._metrics.published(batch.time)
 
     def _forget(self, why: Forgotten, reason: str) -> None:

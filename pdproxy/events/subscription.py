@@ -10,10 +10,12 @@ its last 10,000 batches, and has no snapshot of what is cached: a proxy that com
 """
 
 import asyncio
+import contextlib
 import dataclasses
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.events.batch_order import Position
+from pdproxy.events.bunches import Bunches
 from pdproxy.events.places import PlaceFeed
 from pdproxy.events.sources import EventSource
 from pdproxy.events.wire import END_OF_REPLAY, InvalidBatch, NumberedBatch, numbered, replay_request
@@ -47,17 +49,24 @@ WAITS = SubscriptionTimeouts()
 
 
 class Subscription:
-    """Follows one publisher into a feed until it fails. ``longest``: bytes of a message."""
+    """Follows one publisher into a feed until it fails.
+
+    Args:
+        bunches: its batches are taken in with those of other publishers; replays are not.
+        longest: bytes of a message.
+    """
 
     def __init__(
         self,
         source: EventSource,
         feed: PlaceFeed,
         metrics: EventMetrics,
+        bunches: Bunches,
         waits: SubscriptionTimeouts = WAITS,
         longest: int = LONGEST_BATCH,
     ) -> None:
         self._source = source
+        self._bunches = bunches
         self._feed = feed
         self._metrics = metrics
         self._waits = waits
@@ -81,23 +90,27 @@ class Subscription:
             live.close()
 
     async def _listen(self, live: ZmtpConnection) -> None:
-        patience = self._waits.first_check
-        while True:
-            try:
-                async with asyncio.timeout(patience):
-                    frames = await live.receive()
-            except TimeoutError:
-                await self._catch_up()
-                patience = self._waits.check
-            else:
-                await self._take(frames)
+        clock, patience = asyncio.get_running_loop().time, self._waits.first_check
+        silent_since, behind_gap = clock(), list[NumberedBatch]()
 
-    async def _take(self, frames: tuple[bytes, ...]) -> None:
-        batch = self._numbered(frames)
-        if batch is not None and self._feed.apply_next(batch) is Position.GAP:
-            self._metrics.gap()
-            await self._catch_up()
-            self._feed.apply_after_gap(batch)
+        def take(frames: tuple[bytes, ...]) -> bool:
+            nonlocal silent_since
+            silent_since, batch = clock(), self._numbered(frames)
+            if batch is not None and self._feed.apply_next(batch) is Position.GAP:
+                behind_gap.append(batch)
+            return not behind_gap
+
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(silent_since + patience):
+                    await live.give(take, self._bunches.later)
+            if behind_gap:
+                self._metrics.gap()
+                await self._catch_up()
+                self._feed.apply_after_gap(behind_gap.pop())
+            elif clock() >= silent_since + patience:
+                await self._catch_up()
+                silent_since, patience = clock(), self._waits.check
 
     def _numbered(self, frames: tuple[bytes, ...]) -> NumberedBatch | None:
         try:

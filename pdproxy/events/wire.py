@@ -5,14 +5,16 @@ which each event is a map with its `type` (0.32, `vllm/distributed/kv_events.py`
 batch, are passed over without being decoded. Unknown fields are, too, and unknown types of events are counted.
 """
 
-import dataclasses
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Mapping, Sequence
+from itertools import chain, groupby
 
 import msgspec
 
 from pdproxy.errors import PdproxyError
-from pdproxy.planning.block_hashes import event_hash
+from pdproxy.observe.labels import CacheEventKind
+from pdproxy.planning.block_hashes import event_hashes
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, group_kind
 
 GPU = "GPU"
@@ -43,24 +45,23 @@ class _Batch(msgspec.Struct, array_like=True, gc=False):
     rank: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EventBatch:
+class EventBatch(msgspec.Struct, frozen=True):
     """The events of one engine step.
 
     Attributes:
         time: when it was published, by the node's own clock, in seconds since 1970.
         rank: the data-parallel rank that published it, by its own word; None where it does not say.
-        ignored: events of a type that is not known, or of another cache than the GPU's.
+        events: removals that follow each other in a group are one.
+        counts: of the events as they were published, by kind.
     """
 
     time: float
     rank: int | None
-    events: tuple[CacheEvent, ...]
-    ignored: int = 0
+    events: Sequence[CacheEvent]
+    counts: Mapping[CacheEventKind, int]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class NumberedBatch:
+class NumberedBatch(msgspec.Struct, frozen=True, gc=False):
     """A batch as it was sent; ``payload`` is for a `BatchDecoder`."""
 
     sequence: int
@@ -105,22 +106,36 @@ class BatchDecoder:
             raise InvalidBatch(f"a batch that cannot be read: {error}") from error
         if not math.isfinite(batch.time):
             raise InvalidBatch(f"a batch of the time {batch.time}")  # no restart could be told from a duplicate
-        events = tuple(_cache_events(batch.events))
-        return EventBatch(batch.time, batch.rank, events, len(batch.events) - len(events))
+        events: list[CacheEvent] = []
+        counts = _NO_EVENTS.copy()
+        for (name, medium, group), alike in groupby(batch.events, _LIKE):
+            run = list(alike)
+            kind = _kind(name, medium)
+            counts[kind] += len(run)
+            events += _cache_events(kind, group, run)
+        return EventBatch(batch.time, batch.rank, events, counts)
 
 
-def _cache_events(events: list[_Event]) -> Iterator[CacheEvent]:
-    for event in events:
-        if event.type == "AllBlocksCleared":
-            yield CacheCleared()
-        elif event.medium not in (GPU, None):
-            continue
-        elif event.type == "BlockStored":
-            kind = group_kind(event.kv_cache_spec_kind)
-            yield BlocksStored(event.group_idx or 0, kind, _hashes(event), event.block_size)
-        elif event.type == "BlockRemoved":
-            yield BlocksRemoved(event.group_idx, _hashes(event))
+_LIKE, _HASHES = operator.attrgetter("type", "medium", "group_idx"), operator.attrgetter("block_hashes")
+_NO_EVENTS = dict.fromkeys(CacheEventKind, 0)
+_KINDS = {"BlockStored": CacheEventKind.STORED, "BlockRemoved": CacheEventKind.REMOVED}
 
 
-def _hashes(event: _Event) -> tuple[int, ...]:
-    return tuple(map(event_hash, event.block_hashes))
+def _kind(name: str, medium: str | None) -> CacheEventKind:
+    if name == "AllBlocksCleared":
+        return CacheEventKind.CLEARED
+    return _KINDS.get(name, CacheEventKind.IGNORED) if medium in (GPU, None) else CacheEventKind.IGNORED
+
+
+def _cache_events(kind: CacheEventKind, group: int | None, run: list[_Event]) -> list[CacheEvent]:
+    """Events of a run that have one kind and one group."""
+    if kind is CacheEventKind.REMOVED:
+        return [BlocksRemoved(group, event_hashes(chain.from_iterable(map(_HASHES, run))))]
+    if kind is CacheEventKind.STORED:
+        return [
+            BlocksStored(
+                group or 0, group_kind(each.kv_cache_spec_kind), event_hashes(each.block_hashes), each.block_size
+            )
+            for each in run
+        ]
+    return [CacheCleared()] if kind is CacheEventKind.CLEARED else []

@@ -1,8 +1,7 @@
 """Metrics of the nodes' KV events and of the prompts' token ids, on an injected registry."""
 
 import time
-from collections import Counter as Totals
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -60,12 +59,11 @@ class EventMetrics:
         """Count a batch."""
         self._batches.labels(outcome).inc()
 
-    def events(self, kinds: Iterable[CacheEventKind], ignored: int) -> None:
+    def events(self, counts: Mapping[CacheEventKind, int]) -> None:
         """Count the events of a batch."""
-        for kind, number in Totals(kinds).items():
-            self._events.labels(kind).inc(number)
-        if ignored:
-            self._events.labels(CacheEventKind.IGNORED).inc(ignored)
+        for kind, number in counts.items():
+            if number:
+                self._events.labels(kind).inc(number)
 
     def published(self, at: float) -> None:
         """Record a batch's age, by this clock; the node's clock may be ahead: never negative."""

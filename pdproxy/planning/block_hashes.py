@@ -17,7 +17,7 @@ import dataclasses
 import enum
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 DEFAULT_SEED = "vllm-none-hash"
@@ -104,13 +104,15 @@ def root_hash(algorithm: HashAlgorithm, seed: str = DEFAULT_SEED) -> bytes:
     return hashlib.sha256(serialized).digest()
 
 
-def event_hash(published: int | bytes) -> int:
-    """A hash as an event carries it, as 64 bits.
+def event_hashes(published: Iterable[int | bytes]) -> tuple[int, ...]:
+    """Hashes as an event carries them, each as 64 bits.
 
     vLLM publishes those 64 bits; with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0 all 32 bytes. A publisher that takes them
     for a signed number is understood as well.
     """
-    return published & _LOW_BITS if isinstance(published, int) else int.from_bytes(published[-_LOW:], "big")
+    return tuple(
+        [each & _LOW_BITS if isinstance(each, int) else int.from_bytes(each[-_LOW:], "big") for each in published]
+    )
 
 
 class PromptHasher:

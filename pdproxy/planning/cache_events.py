@@ -2,12 +2,13 @@
 
 The field each one is made from is a field of vLLM's event of the same name (`vllm/distributed/kv_events.py`):
 `BlockStored`, `BlockRemoved`, `AllBlocksCleared`. Hashes are the low 64 bits of a block's hash
-(`block_hashes.event_hash`).
+(`block_hashes.event_hashes`).
 """
 
-import dataclasses
 import enum
 from typing import TypeAlias
+
+import msgspec
 
 
 class GroupKind(enum.StrEnum):
@@ -28,8 +29,7 @@ def group_kind(spec_kind: str | None) -> GroupKind:
     return GroupKind.STATE if spec_kind == "mamba" else GroupKind.ATTENTION
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlocksStored:
+class BlocksStored(msgspec.Struct, frozen=True, gc=False):
     """A group now holds one more copy of each of these blocks.
 
     vLLM publishes a state group's event with no hash where it computed blocks and kept no state. Such an event is to be
@@ -47,16 +47,14 @@ class BlocksStored:
     tokens: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BlocksRemoved:
+class BlocksRemoved(msgspec.Struct, frozen=True, gc=False):
     """A group holds one copy less of each of these blocks; `group` None: all groups, for a node that does not say."""
 
     group: int | None
     hashes: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CacheCleared:
+class CacheCleared(msgspec.Struct, frozen=True, gc=False):
     """Nothing is cached. Also what is known of a place before its very first event, the one with sequence number 0."""
 
 

@@ -187,9 +187,10 @@ class PrefixIndex:
             self._join(record, event.group, event.kind)
         holders.add(record.bit, event.group, event.hashes)
         record.stored += len(event.hashes)
-        if self._expected[event.kind].masks:
-            there = (block for block in event.hashes if holders.masks.get(block, 0) & record.bit)
-            self._expected[event.kind].drop(record.bit, there)
+        expected = self._expected[event.kind]
+        if expected.masks:
+            met = [block for block in event.hashes if block in expected.masks]
+            expected.drop(record.bit, [block for block in met if holders.masks.get(block, 0) & record.bit])
         if holders.blocks(record.bit) > self._most_blocks or len(record.kinds) > _MOST_GROUPS:
             self.drop_place(place)
 

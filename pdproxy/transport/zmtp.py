@@ -8,17 +8,20 @@ the NULL mechanism, which is what libzmq uses unless told otherwise.
 """
 
 import asyncio
+import contextlib
 import enum
 import socket
-from typing import Self
+from collections.abc import Callable
+from typing import Self, TypeAlias, cast
 
 from pdproxy.errors import Fault, NodeFault
 
 MOST_FRAMES = 16
 """Frames of a message; vLLM's have five at most."""
 _LONGEST_COMMAND = 1024
+_SHORT_HEADER, _LONG_HEADER = 2, 9
 _BUFFER = 256 * 1024
-"""Bytes that wait in user space before the peer is made to wait."""
+"""Bytes that wait in user space before the peer is made to wait, unless one frame has more."""
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _GREETING_BYTES = 64
@@ -45,23 +48,35 @@ class SocketType(enum.StrEnum):
     """The role beside a ROUTER socket: it answers what we send."""
 
 
-class ZmtpConnection:
-    """One connection, made by `open`. One task may `receive`. To be closed.
+Take: TypeAlias = Callable[[tuple[bytes, ...]], bool]
+"""Takes the frames of a message; whether it takes the next one, too."""
+Later: TypeAlias = Callable[[Callable[[], None]], None]
+"""Calls a function soon, once."""
+
+
+class ZmtpConnection(asyncio.Protocol):
+    """One connection, made by `open`. One task at a time may `receive`, or `give` messages away. To be closed.
 
     Every fault is a `NodeFault`: REFUSED before the connection stands, RESET when it ends, HEADERS_TIMEOUT for a
     handshake that lasts too long, INVALID_BODY for what is no ZMTP, and for a message that is longer than allowed.
+
+    Args:
+        longest: bytes of a message, all frames together.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, longest: int) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, longest: int) -> None:
         self._longest = longest
+        self._transport: asyncio.Transport
+        self._came = bytearray()
+        self._wanted = 0
+        """So many bytes must have come before there is anything to read."""
         self._frames: list[bytes] = []
         """Those of the message that has begun to come."""
-        self._start = b""
-        """The first two bytes of a frame whose length is still to come; empty where none is."""
-        self._header: tuple[int, int] | None = None
-        """Flags and length of the frame whose body is still to come."""
+        self._take: Take | None = None
+        self._later: Later
+        self._put_off = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
 
     @classmethod
     async def open(cls, host: str, port: int, socket_type: SocketType, seconds: float, longest: int) -> Self:
@@ -72,7 +87,7 @@ class ZmtpConnection:
         """
         try:
             async with asyncio.timeout(seconds):
-                connection = cls(*await asyncio.open_connection(host, port, limit=_BUFFER), longest)
+                _, connection = await asyncio.get_running_loop().create_connection(lambda: cls(longest), host, port)
                 try:
                     await connection._shake_hands(socket_type)
                 except BaseException:
@@ -91,7 +106,7 @@ class ZmtpConnection:
     def send(self, *frames: bytes) -> None:
         """Send a message, which must be small: it does not wait until the peer takes it."""
         for at, frame in enumerate(frames):
-            self._writer.write(_header(_MORE if at < len(frames) - 1 else 0, len(frame)) + frame)
+            self._transport.write(_header(_MORE if at < len(frames) - 1 else 0, len(frame)) + frame)
 
     async def receive(self) -> tuple[bytes, ...]:
         """The frames of the next message. Where this is cancelled, the next call continues: no byte is lost.
@@ -99,12 +114,110 @@ class ZmtpConnection:
         Raises:
             NodeFault: RESET, INVALID_BODY.
         """
-        while True:
-            if self._header is None:
-                self._header = await self._read_header()
-            flags, length = self._header
-            body = await self._read(length)
-            self._header = None
+        while (message := self._next_message()) is None:
+            await self._more()
+        return message
+
+    async def give(self, take: Take, later: Later) -> None:
+        """Give each message to ``take``, without a task's turn for each, until it takes no more. ``later``: puts off
+        the reading of bytes that have come. Where this is cancelled, or ended so, the next call continues: no byte is
+        lost.
+
+        Raises:
+            NodeFault: RESET, INVALID_BODY.
+        """
+        self._take, self._later = take, later
+        try:
+            self._give_what_came()
+            while self._take is not None:
+                await self._more()
+                self._give_what_came()
+        finally:
+            self._take = None
+
+    def close(self) -> None:
+        """End the connection at once. Idempotent."""
+        self._transport.abort()
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+
+    def data_received(self, data: bytes) -> None:
+        self._came += data
+        size = len(self._came)
+        if size < self._wanted:
+            return
+        if self._take is None:
+            self._tell()
+        elif size > _BUFFER:
+            self._go_on()
+        elif not self._put_off:
+            self._put_off = True
+            self._later(self._go_on)
+        if len(self._came) > _BUFFER:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self.connection_lost(None)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._ended = True
+        self._tell()
+
+    # -- reading
+
+    def _tell(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _more(self) -> None:
+        """Wait until more bytes have come: as many as are wanted, or the last ones. Raises NodeFault: RESET."""
+        if self._ended:
+            raise NodeFault(Fault.RESET, "the connection ended")
+        self._transport.resume_reading()
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        await waiter
+
+    async def _shake_hands(self, socket_type: SocketType) -> None:
+        for option in _KEEP_ALIVE:
+            self._transport.get_extra_info("socket").setsockopt(*option)
+        self._transport.write(_GREETING)
+        while len(self._came) < _GREETING_BYTES:
+            self._wanted = _GREETING_BYTES
+            await self._more()
+        greeting = self._cut(0, _GREETING_BYTES)
+        if greeting[:1] != b"\xff" or greeting[9] != 0x7F or greeting[10] < 3 or greeting[12:32] != _MECHANISM:
+            raise NodeFault(Fault.INVALID_BODY, "the peer does not speak ZMTP 3 without security")
+        self._transport.write(_ready(socket_type))
+        while (frame := self._next_frame()) is None:
+            await self._more()
+        flags, body = frame
+        if not flags & _COMMAND or not body.startswith(b"\x05READY"):
+            raise NodeFault(Fault.INVALID_BODY, "the peer sends something else than READY")
+
+    def _give_what_came(self) -> None:
+        """Give all messages that have come whole to whoever takes them. Raises NodeFault: INVALID_BODY."""
+        while self._take is not None and (message := self._next_message()) is not None:
+            if not self._take(message):
+                self._take = None
+
+    def _go_on(self) -> None:
+        """Give what came, without the task in `give`, which is needed where a fault is found, and at the end."""
+        self._put_off, goes_on = False, False
+        try:
+            with contextlib.suppress(NodeFault):
+                self._give_what_came()
+                goes_on = self._take is not None
+        finally:
+            if not goes_on:
+                self._tell()
+
+    def _next_message(self) -> tuple[bytes, ...] | None:
+        """None where it has not come whole."""
+        while (frame := self._next_frame()) is not None:
+            flags, body = frame
             if flags & _COMMAND:
                 self._on_command(body)
                 continue
@@ -112,49 +225,44 @@ class ZmtpConnection:
             if not flags & _MORE:
                 message, self._frames = tuple(self._frames), []
                 return message
+        return None
 
-    def close(self) -> None:
-        """End the connection at once. Idempotent."""
-        self._writer.transport.abort()
-
-    async def _shake_hands(self, socket_type: SocketType) -> None:
-        for option in _KEEP_ALIVE:
-            self._writer.get_extra_info("socket").setsockopt(*option)
-        self._writer.write(_GREETING)
-        greeting = await self._read(_GREETING_BYTES)
-        if greeting[:1] != b"\xff" or greeting[9] != 0x7F or greeting[10] < 3 or greeting[12:32] != _MECHANISM:
-            raise NodeFault(Fault.INVALID_BODY, "the peer does not speak ZMTP 3 without security")
-        self._writer.write(_ready(socket_type))
-        flags, length = await self._read_header()
-        if not flags & _COMMAND or not (await self._read(length)).startswith(b"\x05READY"):
-            raise NodeFault(Fault.INVALID_BODY, "the peer sends something else than READY")
-
-    async def _read_header(self) -> tuple[int, int]:
-        """Flags and length of the next frame, which is not too long."""
-        self._start = self._start or await self._read(2)
-        flags, length = self._start
+    def _next_frame(self) -> tuple[int, bytes] | None:
+        """Flags and body; None, with what is wanted noted, where it has not come whole."""
+        came, self._wanted = self._came, _SHORT_HEADER
+        if len(came) < self._wanted:
+            return None
+        flags, length = came[0], came[1]
         if flags & _LONG:
-            length = int.from_bytes(bytes((length,)) + await self._read(7))
-        self._start = b""
+            self._wanted = _LONG_HEADER
+            if len(came) < self._wanted:
+                return None
+            length = int.from_bytes(came[1:_LONG_HEADER])
+        self._check(flags, length)
+        start, self._wanted = self._wanted, self._wanted + length
+        return None if len(came) < self._wanted else (flags, self._cut(start, self._wanted))
+
+    def _cut(self, start: int, end: int) -> bytes:
+        """These of the bytes that have come; they and those before them are read."""
+        with memoryview(self._came) as came, came[start:end] as taken:
+            body = bytes(taken)
+        del self._came[:end]
+        return body
+
+    def _check(self, flags: int, length: int) -> None:
+        """Raises NodeFault, INVALID_BODY, for a frame that is none, or too long."""
         if flags & ~(_MORE | _LONG | _COMMAND) or (flags & _COMMAND and length > _LONGEST_COMMAND):
             raise NodeFault(Fault.INVALID_BODY, "the peer sends something else than ZMTP")
         if not flags & _COMMAND and (
             len(self._frames) == MOST_FRAMES or length + sum(map(len, self._frames)) > self._longest
         ):
             raise NodeFault(Fault.INVALID_BODY, f"a message is longer than {self._longest} bytes")
-        return flags, length
-
-    async def _read(self, size: int) -> bytes:
-        try:
-            return await self._reader.readexactly(size)
-        except (OSError, EOFError) as error:
-            raise NodeFault(Fault.RESET, "the connection ended") from error
 
     def _on_command(self, command: bytes) -> None:
         """A PING carries two bytes of time-to-live and up to 16 that its PONG repeats; anything else is passed over."""
         if command.startswith(b"\x04PING"):
             pong = b"\x04PONG" + command[7:23]
-            self._writer.write(_header(_COMMAND, len(pong)) + pong)
+            self._transport.write(_header(_COMMAND, len(pong)) + pong)
 
 
 def _header(flags: int, size: int) -> bytes:

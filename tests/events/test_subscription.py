@@ -268,3 +268,24 @@ async def test_a_feed_is_kept_while_its_place_hashes_the_same_way() -> None:
         caches.leave(PLACE.node)
         assert caches.of_node(PLACE.node) == ()
         assert not caches.has(PLACE)
+
+
+async def test_a_publisher_is_asked_once_in_each_while_of_silence() -> None:
+    waits = SubscriptionTimeouts(connect=2.0, replay=2.0, first_check=0.1, check=0.4)
+    async with publishing() as publisher:
+        async with subscribed(Caches(), publisher.source, waits):
+            await asyncio.sleep(1.5)
+        assert 2 <= len(publisher.questions) <= 5, "at the start, after the first while, and after each longer one"
+
+
+async def test_a_publisher_that_is_never_silent_is_not_asked() -> None:
+    waits = SubscriptionTimeouts(connect=2.0, replay=2.0, first_check=1.0, check=1.0)
+    async with publishing() as publisher:
+        caches = Caches()
+        async with subscribed(caches, publisher.source, waits):
+            await until(lambda: publisher.subscribers == 1)
+            for number in range(30):
+                publisher.publish(stored(number))
+                await asyncio.sleep(0.1)
+            assert len(publisher.questions) == 1
+            assert caches.count("kv_event_batches_total", outcome="applied") >= 29

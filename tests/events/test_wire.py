@@ -5,12 +5,14 @@ import pytest
 
 from pdproxy.events.sources import MOST_RANKS, EventSource, read_sources
 from pdproxy.events.wire import BatchDecoder, InvalidBatch, NumberedBatch, numbered, replay_request
+from pdproxy.observe.labels import CacheEventKind
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, GroupKind
 from pdproxy.planning.prefix_index import PrefixIndex
 from tests.events.feeds import PLACE, SCHEME
 from tests.events.publisher import Event, removed, stored
 
 decode = BatchDecoder()
+NOTHING = dict.fromkeys(CacheEventKind, 0)
 
 
 def batch(*events: Event) -> bytes:
@@ -19,21 +21,29 @@ def batch(*events: Event) -> bytes:
 
 def test_events_become_those_of_the_index() -> None:
     read = decode(batch(stored(1, 2, group=3), removed(1, group=3), {"type": "AllBlocksCleared"}))
-    assert (read.time, read.rank, read.ignored) == (1.5, 3, 0)
-    assert read.events == (
-        BlocksStored(3, GroupKind.ATTENTION, (1, 2), 16),
-        BlocksRemoved(3, (1,)),
-        CacheCleared(),
-    )
+    assert (read.time, read.rank) == (1.5, 3)
+    assert read.events == [BlocksStored(3, GroupKind.ATTENTION, (1, 2), 16), BlocksRemoved(3, (1,)), CacheCleared()]
+
+
+def test_removals_that_follow_each_other_in_a_group_are_one_and_are_counted_as_they_came() -> None:
+    """A block that is evicted is an event of its own."""
+    read = decode(batch(removed(1, group=3), removed(2, group=3), removed(1, group=0), stored(4), removed(3, group=0)))
+    assert read.events == [
+        BlocksRemoved(3, (1, 2)),
+        BlocksRemoved(0, (1,)),
+        BlocksStored(0, GroupKind.ATTENTION, (4,), 16),
+        BlocksRemoved(0, (3,)),
+    ]
+    assert read.counts == {**NOTHING, CacheEventKind.REMOVED: 4, CacheEventKind.STORED: 1}
 
 
 def test_a_state_group_without_a_state_is_a_group_all_the_same() -> None:
-    assert decode(batch(stored(kind="mamba", group=1))).events == (BlocksStored(1, GroupKind.STATE, (), 16),)
+    assert decode(batch(stored(kind="mamba", group=1))).events == [BlocksStored(1, GroupKind.STATE, (), 16)]
 
 
 def test_whole_hashes_are_shortened() -> None:
     event = {**stored(), "block_hashes": [bytes(24) + (77).to_bytes(8)]}
-    assert decode(batch(event)).events == (BlocksStored(0, GroupKind.ATTENTION, (77,), 16),)
+    assert decode(batch(event)).events == [BlocksStored(0, GroupKind.ATTENTION, (77,), 16)]
 
 
 def test_a_signed_hash_is_taken_as_its_64_bits() -> None:
@@ -48,8 +58,8 @@ def test_what_is_not_known_is_passed_over_and_counted() -> None:
     offloaded = [{**stored(5), "medium": "CPU"}, {**removed(5), "medium": "STORAGE"}]
     newer = {**stored(6), "color": "blue", "extra_keys": [["salt"]]}
     read = decode(batch(unknown, *offloaded, newer, {**removed(7), "medium": None}))
-    assert read.events == (BlocksStored(0, GroupKind.ATTENTION, (6,), 16), BlocksRemoved(0, (7,)))
-    assert read.ignored == 3
+    assert read.events == [BlocksStored(0, GroupKind.ATTENTION, (6,), 16), BlocksRemoved(0, (7,))]
+    assert read.counts[CacheEventKind.IGNORED] == 3
 
 
 def test_a_batch_may_leave_its_rank_out_and_have_more_at_its_end() -> None:

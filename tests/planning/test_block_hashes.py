@@ -12,7 +12,7 @@ from pdproxy.planning.block_hashes import (
     MediaItem,
     PromptExtras,
     PromptHasher,
-    event_hash,
+    event_hashes,
     root_hash,
 )
 
@@ -102,4 +102,4 @@ def test_a_root_that_is_no_digest_is_refused() -> None:
 
 
 def test_an_event_s_hash_is_64_bits_however_it_is_published() -> None:
-    assert event_hash(bytes(range(200, 232))) == event_hash(int.from_bytes(bytes(range(224, 232)), "big"))
+    assert event_hashes([bytes(range(200, 232))]) == event_hashes([int.from_bytes(bytes(range(224, 232)), "big")])

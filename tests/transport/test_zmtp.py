@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
+import uvloop
 import zmq
 
 from pdproxy.errors import Fault, NodeFault
@@ -89,19 +90,22 @@ async def test_messages_come_whole_however_they_are_cut() -> None:
 
 @contextlib.asynccontextmanager
 async def halting_peer(begun: bytes, rest: bytes) -> AsyncIterator[tuple[int, asyncio.Event]]:
-    """A server that sends ``begun``, and ``rest`` once the event is set."""
-    going = asyncio.Event()
+    """A server that sends ``begun``, and ``rest`` once the event is set, and ends when its client does."""
+    going, over = asyncio.Event(), asyncio.Event()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(GREETING + READY + begun)
         await going.wait()
         writer.write(rest)
-        await writer.drain()
+        with contextlib.suppress(OSError):
+            await reader.read()
         writer.close()
+        over.set()
 
     async with await asyncio.start_server(handle, HOST, 0) as server:
         yield server.sockets[0].getsockname()[1], going
         going.set()
+        await asyncio.wait_for(over.wait(), 10)
 
 
 MESSAGE = frame(b"one", 1) + frame(b"\x04PING\x00\x10context", 4) + frame(b"x" * 300)
@@ -119,6 +123,115 @@ async def test_a_wait_that_is_given_up_loses_no_byte(at: int) -> None:
         going.set()
         async with asyncio.timeout(5):
             assert await connection.receive() == (b"one", b"x" * 300)
+        connection.close()
+
+
+class Given:
+    """What a connection gave away, until it was ``enough``."""
+
+    def __init__(self, enough: int = 1000) -> None:
+        self.messages: list[tuple[bytes, ...]] = []
+        self.put_off: list[Callable[[], None]] = []
+        self._enough = enough
+
+    def take(self, message: tuple[bytes, ...]) -> bool:
+        self.messages.append(message)
+        return len(self.messages) < self._enough
+
+    def later(self, callback: Callable[[], None]) -> None:
+        self.put_off.append(callback)
+
+    def soon(self, callback: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_soon(callback)
+
+
+async def test_messages_are_given_away_however_they_are_cut_until_no_more_are_taken() -> None:
+    sent = GREETING + READY + b"".join(frame(bytes((number,)) * 300) for number in range(4))
+    async with peer(*(sent[at : at + 1] for at in range(len(sent)))) as port:
+        connection, given = await opened(port), Given(enough=3)
+        async with asyncio.timeout(5):
+            await connection.give(given.take, given.soon)
+        assert given.messages == [(bytes((number,)) * 300,) for number in range(3)]
+        assert await connection.receive() == (b"\x03" * 300,)
+        connection.close()
+
+
+async def test_what_has_come_is_given_away_when_its_time_has_come() -> None:
+    async with halting_peer(frame(b"one"), frame(b"two") + frame(b"three")) as (port, going):
+        connection, given = await opened(port), Given()
+        giving = asyncio.create_task(connection.give(given.take, given.later))
+        await until(lambda: given.messages == [(b"one",)] or bool(given.put_off))
+        for callback in given.put_off:
+            callback()
+        given.put_off.clear()
+        going.set()
+        await until(lambda: len(given.put_off) == 1)
+        assert given.messages == [(b"one",)]
+        given.put_off.pop()()
+        assert given.messages == [(b"one",), (b"two",), (b"three",)]
+        connection.close()
+        with pytest.raises(NodeFault) as fault:
+            await giving
+        assert fault.value.fault is Fault.RESET
+
+
+async def test_what_is_put_off_is_bounded() -> None:
+    """More than waits in user space is given away at once."""
+    sent = frame(b"x" * 100_000) * 10
+    async with halting_peer(b"", sent) as (port, going):
+        connection, given = await opened(port, longest=1 << 20), Given()
+        giving = asyncio.create_task(connection.give(given.take, given.later))
+        await asyncio.sleep(0)
+        going.set()
+        await until(lambda: len(given.messages) >= 7)
+        giving.cancel()
+        connection.close()
+
+
+async def test_a_peer_that_is_not_read_is_made_to_wait() -> None:
+    sent, writers = 64 * 1024 * 1024, list[asyncio.StreamWriter]()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        writer.write(GREETING + READY + frame(b"x" * (1 << 20)) * (sent >> 20))
+        with contextlib.suppress(OSError):
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(handle, HOST, 0) as server:
+        connection = await opened(server.sockets[0].getsockname()[1], longest=1 << 21)
+        await asyncio.sleep(0.5)
+        assert writers[0].transport.get_write_buffer_size() > sent / 4
+        for _ in range(sent >> 20):
+            async with asyncio.timeout(10):
+                assert len((await connection.receive())[0]) == 1 << 20
+        connection.close()
+
+
+@pytest.mark.parametrize("at", range(0, len(MESSAGE), 7))
+async def test_giving_away_that_is_given_up_loses_no_byte(at: int) -> None:
+    async with halting_peer(MESSAGE[:at], MESSAGE[at:]) as (port, going):
+        connection, given = await opened(port), Given(enough=1)
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await connection.give(given.take, given.soon)
+        going.set()
+        async with asyncio.timeout(5):
+            await connection.give(given.take, given.soon)
+        assert given.messages == [(b"one", b"x" * 300)]
+        connection.close()
+
+
+async def test_a_fault_of_the_peer_ends_the_giving() -> None:
+    async with halting_peer(frame(b"one"), frame(b"two") + b"\xf0\x00") as (port, going):
+        connection, given = await opened(port), Given()
+        giving = asyncio.create_task(connection.give(given.take, given.soon))
+        await until(lambda: given.messages == [(b"one",)])
+        going.set()
+        with pytest.raises(NodeFault) as fault:
+            await asyncio.wait_for(giving, 5)
+        assert (fault.value.fault, given.messages) == (Fault.INVALID_BODY, [(b"one",), (b"two",)])
         connection.close()
 
 
@@ -186,3 +299,24 @@ async def test_nobody_there_and_somebody_who_leaves() -> None:
     with pytest.raises(NodeFault) as refused:
         await opened(port)
     assert refused.value.fault is Fault.REFUSED
+
+
+ON_UVLOOP = (
+    test_messages_come_whole_however_they_are_cut,
+    test_messages_are_given_away_however_they_are_cut_until_no_more_are_taken,
+    test_what_has_come_is_given_away_when_its_time_has_come,
+    test_what_is_put_off_is_bounded,
+    test_a_peer_that_is_not_read_is_made_to_wait,
+    test_a_fault_of_the_peer_ends_the_giving,
+    test_a_ping_is_answered,
+    test_a_message_without_an_end_is_bounded,
+    test_a_peer_that_says_nothing_is_left_in_time,
+    test_nobody_there_and_somebody_who_leaves,
+)
+
+
+@pytest.mark.parametrize("case", ON_UVLOOP)
+def test_case_on_uvloop(case: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """The proxy runs on it. Its transports differ from asyncio's in the details."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(case())

@@ -14,7 +14,7 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request, RequestStatus
 
-from pdproxy.planning.block_hashes import DEFAULT_SEED, HashAlgorithm, HashScheme, event_hash, root_hash
+from pdproxy.planning.block_hashes import DEFAULT_SEED, HashAlgorithm, HashScheme, event_hashes, root_hash
 from pdproxy.planning.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent, group_kind
 from pdproxy.planning.prefix import Hit, Place
 from pdproxy.planning.prefix_index import PrefixIndex
@@ -29,10 +29,10 @@ def read_event(event: Any) -> CacheEvent:
     """As the proxy reads it."""
     match event:
         case BlockStored():
-            hashes = tuple(map(event_hash, event.block_hashes))
+            hashes = event_hashes(event.block_hashes)
             return BlocksStored(event.group_idx or 0, group_kind(event.kv_cache_spec_kind), hashes, event.block_size)
         case BlockRemoved():
-            return BlocksRemoved(event.group_idx, tuple(map(event_hash, event.block_hashes)))
+            return BlocksRemoved(event.group_idx, event_hashes(event.block_hashes))
         case AllBlocksCleared():
             return CacheCleared()
     raise AssertionError(event)

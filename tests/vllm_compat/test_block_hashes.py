@@ -20,7 +20,7 @@ from pdproxy.planning.block_hashes import (
     MediaItem,
     PromptExtras,
     PromptHasher,
-    event_hash,
+    event_hashes,
     root_hash,
 )
 
@@ -99,4 +99,4 @@ def test_an_event_s_hash_is_the_same_as_number_and_as_bytes(monkeypatch: pytest.
     digest = kv_cache_utils.BlockHash(bytes(range(200, 232)))
     number = maybe_convert_block_hash(digest)
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
-    assert event_hash(number) == event_hash(maybe_convert_block_hash(digest)) >= 1 << 63
+    assert event_hashes([number]) == event_hashes([maybe_convert_block_hash(digest)]) >= (1 << 63,)
