@@ -28,12 +28,12 @@ class BatchOrder:
     Attributes:
         last: the sequence number of the last batch; -1 before the first.
         time: when that was published, by the node's clock.
-        digest: of its bytes.
+        mark: tells it from a batch of another engine with that number.
     """
 
     last: int = -1
     time: float = float("-inf")
-    digest: int = 0
+    mark: float = 0
 
     @property
     def begun(self) -> bool:
@@ -48,10 +48,10 @@ class BatchOrder:
             return Position.GAP
         return Position.DUPLICATE if time <= self.time else Position.RESTARTED
 
-    def is_last(self, sequence: int, digest: int) -> bool:
+    def is_last(self, sequence: int, mark: float) -> bool:
         """Whether it is the very batch that was applied last: the publisher is the same engine as before."""
-        return (sequence, digest) == (self.last, self.digest)
+        return (sequence, mark) == (self.last, self.mark)
 
-    def applied(self, sequence: int, time: float, digest: int) -> None:
+    def applied(self, sequence: int, time: float, mark: float) -> None:
         """A batch was applied, whatever is missing before it."""
-        self.last, self.time, self.digest = sequence, time, digest
+        self.last, self.time, self.mark = sequence, time, mark

@@ -249,9 +249,7 @@ class Comparison:
         if len(views) == 1 and len(views[0].places) == 1:  # nothing to compare
             return _estimate(cost, views[0].spot, hits[0][0] if hits else NO_HIT)
         scored = [(hit, spots, cost.scores(hit, spots)) for hit, spots in hits]
-        least = math.inf
-        for _, _, scores in scored:
-            least = min(least, *scores)
+        least = min([min(scores) for _, _, scores in scored], default=math.inf)
         if not hits or self._may_be_fresh(cost, views, hits, least):
             fresh = list(map(_SPOT, views))
             scores = cost.scores(NO_HIT, fresh)

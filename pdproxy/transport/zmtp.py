@@ -67,11 +67,16 @@ class ZmtpConnection(asyncio.Protocol):
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._transport: asyncio.Transport
-        self._came = bytearray()
-        self._wanted = 0
-        """So many bytes must have come before there is anything to read."""
+        self._came, self._at = b"", 0
+        """Bytes in one piece, and where the unread ones among them begin."""
+        self._pieces: list[bytes] = []
+        """Those that came later."""
+        self._unread = self._wanted = 0
+        """Bytes that have come, and how many of them there must be before there is anything to read."""
         self._frames: list[bytes] = []
         """Those of the message that has begun to come."""
+        self._length = 0
+        """Bytes of these."""
         self._take: Take | None = None
         self._later: Later
         self._put_off = False
@@ -145,18 +150,18 @@ class ZmtpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
 
     def data_received(self, data: bytes) -> None:
-        self._came += data
-        size = len(self._came)
-        if size < self._wanted:
+        self._pieces.append(data)
+        self._unread += len(data)
+        if self._unread < self._wanted:
             return
         if self._take is None:
             self._tell()
-        elif size > _BUFFER:
+        elif self._unread > _BUFFER:
             self._go_on()
         elif not self._put_off:
             self._put_off = True
             self._later(self._go_on)
-        if len(self._came) > _BUFFER:
+        if self._unread > max(_BUFFER, self._wanted):
             self._transport.pause_reading()
 
     def eof_received(self) -> None:
@@ -184,10 +189,9 @@ class ZmtpConnection(asyncio.Protocol):
         for option in _KEEP_ALIVE:
             self._transport.get_extra_info("socket").setsockopt(*option)
         self._transport.write(_GREETING)
-        while len(self._came) < _GREETING_BYTES:
-            self._wanted = _GREETING_BYTES
+        while not self._has(_GREETING_BYTES):
             await self._more()
-        greeting = self._cut(0, _GREETING_BYTES)
+        greeting = self._cut(_GREETING_BYTES)
         if greeting[:1] != b"\xff" or greeting[9] != 0x7F or greeting[10] < 3 or greeting[12:32] != _MECHANISM:
             raise NodeFault(Fault.INVALID_BODY, "the peer does not speak ZMTP 3 without security")
         self._transport.write(_ready(socket_type))
@@ -222,40 +226,52 @@ class ZmtpConnection(asyncio.Protocol):
                 self._on_command(body)
                 continue
             self._frames.append(body)
+            self._length += len(body)
             if not flags & _MORE:
-                message, self._frames = tuple(self._frames), []
+                message, self._frames, self._length = tuple(self._frames), [], 0
                 return message
         return None
 
     def _next_frame(self) -> tuple[int, bytes] | None:
-        """Flags and body; None, with what is wanted noted, where it has not come whole."""
-        came, self._wanted = self._came, _SHORT_HEADER
-        if len(came) < self._wanted:
+        """Flags and body; None where it has not come whole."""
+        if not self._has(_SHORT_HEADER):
             return None
-        flags, length = came[0], came[1]
+        size, flags, length = _SHORT_HEADER, self._came[self._at], self._came[self._at + 1]
         if flags & _LONG:
-            self._wanted = _LONG_HEADER
-            if len(came) < self._wanted:
+            size = _LONG_HEADER
+            if not self._has(size):
                 return None
-            length = int.from_bytes(came[1:_LONG_HEADER])
+            length = int.from_bytes(self._came[self._at + 1 : self._at + size])
         self._check(flags, length)
-        start, self._wanted = self._wanted, self._wanted + length
-        return None if len(came) < self._wanted else (flags, self._cut(start, self._wanted))
+        if not self._has(size + length):
+            return None
+        self._cut(size)
+        return flags, self._cut(length)
 
-    def _cut(self, start: int, end: int) -> bytes:
-        """These of the bytes that have come; they and those before them are read."""
-        with memoryview(self._came) as came, came[start:end] as taken:
-            body = bytes(taken)
-        del self._came[:end]
-        return body
+    def _has(self, size: int) -> bool:
+        """Whether so many unread bytes have come; they are in one piece then, and so many are wanted else."""
+        if self._unread < size:
+            self._wanted = size
+            if not self._unread:
+                self._came, self._at = b"", 0
+            return False
+        if len(self._came) - self._at < size:
+            self._came, self._at = b"".join((self._came[self._at :], *self._pieces)), 0
+            self._pieces.clear()
+        return True
+
+    def _cut(self, size: int) -> bytes:
+        """The next bytes, which are read now."""
+        start = self._at
+        self._at += size
+        self._unread -= size
+        return self._came[start : self._at]
 
     def _check(self, flags: int, length: int) -> None:
         """Raises NodeFault, INVALID_BODY, for a frame that is none, or too long."""
         if flags & ~(_MORE | _LONG | _COMMAND) or (flags & _COMMAND and length > _LONGEST_COMMAND):
             raise NodeFault(Fault.INVALID_BODY, "the peer sends something else than ZMTP")
-        if not flags & _COMMAND and (
-            len(self._frames) == MOST_FRAMES or length + sum(map(len, self._frames)) > self._longest
-        ):
+        if not flags & _COMMAND and (len(self._frames) == MOST_FRAMES or length + self._length > self._longest):
             raise NodeFault(Fault.INVALID_BODY, f"a message is longer than {self._longest} bytes")
 
     def _on_command(self, command: bytes) -> None:

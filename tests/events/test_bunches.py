@@ -1,4 +1,4 @@
-"""What is put off for KV events is done together, in order, and keeps nothing else waiting for long."""
+"""KV events that are put off are taken in together, in order, and keep nothing else waiting for long."""
 
 import asyncio
 import time

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -127,7 +128,7 @@ async def test_a_wait_that_is_given_up_loses_no_byte(at: int) -> None:
 
 
 class Given:
-    """What a connection gave away, until it was ``enough``."""
+    """Messages that a connection gave away, until there were ``enough``."""
 
     def __init__(self, enough: int = 1000) -> None:
         self.messages: list[tuple[bytes, ...]] = []
@@ -143,6 +144,9 @@ class Given:
 
     def soon(self, callback: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_soon(callback)
+
+    def after_a_while(self, callback: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(0.05, callback)
 
 
 async def test_messages_are_given_away_however_they_are_cut_until_no_more_are_taken() -> None:
@@ -173,6 +177,20 @@ async def test_what_has_come_is_given_away_when_its_time_has_come() -> None:
         with pytest.raises(NodeFault) as fault:
             await giving
         assert fault.value.fault is Fault.RESET
+
+
+@pytest.mark.parametrize("before", [0, 1000, 200_000, 262_000, 300_000])
+async def test_a_long_message_is_given_away_whole(before: int) -> None:
+    """Longer than what waits in user space, behind a shorter one."""
+    sent = frame(b"x" * before) + frame(b"y" * 3_000_000) + frame(b"z")
+    async with halting_peer(b"", sent) as (port, going):
+        connection, given = await opened(port, longest=1 << 22), Given(enough=3)
+        giving = asyncio.create_task(connection.give(given.take, given.after_a_while))
+        await asyncio.sleep(0)
+        going.set()
+        await asyncio.wait_for(giving, 10)
+        assert given.messages == [(b"x" * before,), (b"y" * 3_000_000,), (b"z",)]
+        connection.close()
 
 
 async def test_what_is_put_off_is_bounded() -> None:
@@ -305,6 +323,7 @@ ON_UVLOOP = (
     test_messages_come_whole_however_they_are_cut,
     test_messages_are_given_away_however_they_are_cut_until_no_more_are_taken,
     test_what_has_come_is_given_away_when_its_time_has_come,
+    functools.partial(test_a_long_message_is_given_away_whole, 262_000),
     test_what_is_put_off_is_bounded,
     test_a_peer_that_is_not_read_is_made_to_wait,
     test_a_fault_of_the_peer_ends_the_giving,
