@@ -3,7 +3,8 @@
 Each round does what one request does: the state of the pool, a plan, a leg on each of the two nodes, and the end of
 the oldest request's legs. With `cache` every prompt is cached on four places of each role, or on all, as one that
 begins with a system prompt is; its legs carry their tokens, and the paces of half of the nodes are known, and how
-busy they were. CPU time, the best of several runs.
+busy they were. "May resume": decode nodes may compute the rest of a prompt themselves. CPU time, the best of several
+runs.
 """
 
 import collections
@@ -17,6 +18,7 @@ from pdproxy.nodes.load import Work
 from pdproxy.nodes.node import Footprint, Node, PlaceSet, Role, hash64
 from pdproxy.nodes.pool import Pool
 from pdproxy.nodes.pool_entry import NO_LOAD, LegLoad, Slot
+from pdproxy.planning.cache_aware import ITL_BUDGET
 from pdproxy.planning.plan import PlanPolicy, plan
 from pdproxy.planning.plan_types import PlanInput
 from pdproxy.planning.policies import policy_named
@@ -43,17 +45,20 @@ def pool_of(nodes: int, slow_start: float = 0.0) -> Pool:
 
 def requests(pool: Pool, policy: PlanPolicy, needs: Callable[[int], PlanInput]) -> Iterator[None]:
     """One request for each step, without an end."""
-    held = collections.deque[tuple[Slot, Slot]]()
+    held = collections.deque[list[Slot]]()
     most = IN_FLIGHT * len(pool.state().nodes) // 2
     for turn in itertools.count():
         chosen = plan(pool.state(), needs(turn), policy, turn)
-        assert chosen.prefill is not None
-        queued = chosen.computed
-        prefill = pool.acquire(chosen.prefill.name, LegLoad(chosen.prefill_rank, queued) if queued else NO_LOAD)
-        decode = pool.acquire(
-            chosen.decode.name, LegLoad(chosen.decode_rank, None, Footprint(TOKENS, 1)) if queued else NO_LOAD
+        queued, legs = chosen.computed, []
+        if chosen.prefill is not None:
+            legs.append(pool.acquire(chosen.prefill.name, LegLoad(chosen.prefill_rank, queued) if queued else NO_LOAD))
+        alone = queued if chosen.prefill is None else None
+        legs.append(
+            pool.acquire(
+                chosen.decode.name, LegLoad(chosen.decode_rank, alone, Footprint(TOKENS, 1)) if queued else NO_LOAD
+            )
         )
-        held.append((prefill, decode))
+        held.append(legs)
         if len(held) > most:
             for slot in held.popleft():
                 slot.release()
@@ -107,16 +112,19 @@ def main() -> None:
             print_cost(f"{routing}", pool_of(nodes), routing, a_session)
             continue
         for where, cached_on in (("", CACHED_ON), (", everywhere", nodes)):
-            pool = pool_of(nodes)
-            print_cost(f"{routing}{where}", pool, routing, CachedPrompts(pool, cached_on))
+            for resuming, itl_budget in (("", 0.0), (", may resume", ITL_BUDGET)):
+                pool = pool_of(nodes)
+                print_cost(f"{routing}{where}{resuming}", pool, routing, CachedPrompts(pool, cached_on), itl_budget)
 
 
-def print_cost(what: str, pool: Pool, routing: Routing, needs: Callable[[int], PlanInput]) -> None:
-    """Print a line, when the pool has had some requests."""
+def print_cost(
+    what: str, pool: Pool, routing: Routing, needs: Callable[[int], PlanInput], itl_budget: float = 0.0
+) -> None:
+    """Print a line, when the pool has had some requests. ``itl_budget``: see `CacheAware`."""
     nodes = len(pool.state().nodes)
-    steps = requests(pool, PlanPolicy(policy_named(routing, 0.0)), needs)
+    steps = requests(pool, PlanPolicy(policy_named(routing, itl_budget)), needs)
     collections.deque(itertools.islice(steps, 3 * nodes), maxlen=0)
-    print(f"{what:17} {nodes:5} nodes: {microseconds(steps):7.1f} us", flush=True)
+    print(f"{what:29} {nodes:5} nodes: {microseconds(steps):7.1f} us", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ class EventMetrics:
             "pdproxy_kv_places_forgotten_total", "Times that all that is known of a place was forgotten.", ["reason"]
         )
         self._lag = histogram(
-            "pdproxy_kv_event_lag_seconds", "From a batch's publication until it was taken in, by two clocks.", buckets=LAG
+            "pdproxy_kv_event_lag_seconds",
+            "From a batch's publication until it was taken in, by two clocks.",
+            buckets=LAG,
         )
         self._blocks = Gauge(
             "pdproxy_prefix_index_blocks", "Attention blocks that places are known to have cached.", registry=registry

@@ -20,9 +20,10 @@ prompt is computed where few streams run, and an answer is generated where few p
 """
 
 import dataclasses
+import heapq
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress, repeat
 from types import MappingProxyType
 from typing import TypeAlias
@@ -207,18 +208,21 @@ class Comparison:
         if not hits:
             return None
         cost = LocalCost(self.tokens, self.candidates.book)
-        by_score = sorted(_estimates(cost, hits), key=_SCORE)
-        return next((each for each in by_score if cost.stall(each) <= self._budget(each)), None)
+        hits = [each for each in hits if cost.least_stall(each[0]) <= self._budget(each[0])]
+        for score, spot, hit in _rising([(hit, spots, cost.scores(hit, spots)) for hit, spots in hits]):
+            if cost.stall(hit, spot[1]) <= self._budget(hit):
+                return Estimate(score, cost.seconds(hit, spot, score), *spot, hit)
+        return None
 
-    def _budget(self, alone: Estimate) -> float:
-        """Seconds for which this decode place's streams may wait: the whole budget, if it can resume further than any
-        prefill place; else less, for the prefill place will lack what is computed here now."""
+    def _budget(self, hit: Hit) -> float:
+        """Seconds for which the streams of a decode place with this hit may wait: the whole budget, if it can resume
+        further than any prefill place; else less, for the prefill place will lack what is computed here now."""
         whole = self._policy.itl_budget
-        return whole if self._ahead_of_prefill(alone) else FIRST_TURN * whole
+        return whole if self._ahead_of_prefill(hit) else FIRST_TURN * whole
 
-    def _ahead_of_prefill(self, alone: Estimate) -> int:
-        """How many tokens further this decode place can resume than any prefill place."""
-        return max(0, alone.hit.resume - self.furthest(Role.PREFILL))
+    def _ahead_of_prefill(self, hit: Hit) -> int:
+        """How many tokens further a decode place with this hit can resume than any prefill place."""
+        return max(0, hit.resume - self.furthest(Role.PREFILL))
 
     def seconds_put_off(self, alone: Estimate, prefill: Estimate) -> float:
         """Seconds of work that prefill places must do later, if a decode place computes the prompt alone now.
@@ -227,7 +231,7 @@ class Comparison:
         fill its cache is put off, not saved. Tokens that the decode place alone has cached do not count: prefill places
         lack them whichever way the request goes.
         """
-        return self.prefill.own_seconds(self.tokens - prefill.hit.resume - self._ahead_of_prefill(alone))
+        return self.prefill.own_seconds(self.tokens - prefill.hit.resume - self._ahead_of_prefill(alone.hit))
 
     def furthest(self, role: Role) -> int:
         """The most tokens of which a place of that role need not compute any."""
@@ -343,6 +347,16 @@ def _estimates(cost: Cost, hits: Hits) -> list[Estimate]:
         for hit, spots in hits
         for score, spot in zip(cost.scores(hit, spots), spots, strict=True)
     ]
+
+
+def _rising(scored: Sequence[tuple[Hit, Sequence[Spot], list[float]]]) -> Iterator[_Scored]:
+    """All of them, the cheapest first. As a rule the first one is taken, so no others are sorted."""
+    left = [(score, number, at) for number, (_, _, scores) in enumerate(scored) for at, score in enumerate(scores)]
+    heapq.heapify(left)
+    while left:
+        score, number, at = heapq.heappop(left)
+        hit, spots, _ = scored[number]
+        yield score, spots[at], hit
 
 
 def _estimate(cost: Cost, spot: Spot, hit: Hit) -> Estimate:

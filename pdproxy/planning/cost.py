@@ -253,15 +253,18 @@ class LocalCost:
         own = (self._fixed + self._per_token * self._tokens) * self._book.least_factor(Work.LOCAL)
         return _BELOW * (own + _least_crowd(views) * SEQUENCE_SECONDS + SEQUENCE_SECONDS) / heaviest
 
-    def stall(self, estimate: Estimate) -> float:
+    def stall(self, hit: Hit, place: PlaceLoad) -> float:
         """Seconds for which the streams there get no token: the longer of what is to be computed already, and this.
 
         vLLM gives each stream a token in every step, and takes what came meanwhile into the next one: between what is
         computed now and this prompt they get one. Where the two still meet in one step, it is twice as long at most.
         To count both would turn away prompts for which a prefill place then computes all that it lacks.
         """
-        place, own = estimate.place, self._tokens - estimate.hit.resume
-        return self._per_token * place.local * max(place.queued, own)
+        return self._per_token * place.local * max(place.queued, self._tokens - hit.resume)
+
+    def least_stall(self, hit: Hit) -> float:
+        """A bound below that, for any place with this hit."""
+        return _BELOW * self._per_token * self._book.least_factor(Work.LOCAL) * (self._tokens - hit.resume)
 
 
 class SharedPrefillCost(PrefillCost):

@@ -12,8 +12,8 @@ from deploy.bench.plan_cost import CachedPrompts, pool_of, requests
 from pdproxy.nodes.load import Load, Work
 from pdproxy.nodes.node import Bars, Binding, Capacity, Footprint, Node, NodeView, PoolState, Role, State
 from pdproxy.planning.allowed_pairs import lightest_allowed_pair
-from pdproxy.planning.cache_aware import CacheAware, Comparison
-from pdproxy.planning.cost import Cost, with_agents
+from pdproxy.planning.cache_aware import FIRST_TURN, ITL_BUDGET, CacheAware, Comparison
+from pdproxy.planning.cost import Cost, LocalCost, with_agents
 from pdproxy.planning.plan import LEAST_LOADED, Candidates, PlanPolicy
 from pdproxy.planning.plan_types import NextTurn, PlanInput
 from pdproxy.planning.prefix import Hit, HitSource, Place, PromptHits
@@ -38,10 +38,10 @@ def test_a_plan_of_many_nodes_calls_no_more_functions_than_one_of_few() -> None:
     assert many <= MOST_CALLS
 
 
-def bytecodes_of_a_plan(nodes: int, cached_on: int) -> int:
+def bytecodes_of_a_plan(nodes: int, cached_on: int, itl_budget: float = 0.0) -> int:
     """The fewest of some plans by what is cached on so many places of each role; some meet a rare step of learning."""
     pool, found = pool_of(nodes), list[int]()
-    steps = requests(pool, PlanPolicy(CacheAware(0.0)), CachedPrompts(pool, cached_on))
+    steps = requests(pool, PlanPolicy(CacheAware(itl_budget)), CachedPrompts(pool, cached_on))
     for _ in range(3 * nodes):
         next(steps)
     for _ in range(8):
@@ -55,6 +55,15 @@ def bytecodes_of_a_plan(nodes: int, cached_on: int) -> int:
 def test_a_plan_by_what_is_cached_takes_few_steps_for_each_further_node(cached_on: int, most: int) -> None:
     """Bytecodes; a whole request takes 12,000 and more."""
     few, many = bytecodes_of_a_plan(20, cached_on), bytecodes_of_a_plan(120, cached_on)
+    assert many - few < most * 100
+
+
+@pytest.mark.parametrize(("itl_budget", "most"), [(0.001, 30), (0.5, 65)], ids=["never", "everywhere"])
+def test_a_plan_where_decode_nodes_may_resume_takes_few_steps_for_each_further_node(
+    itl_budget: float, most: int
+) -> None:
+    """Of a prompt that is cached everywhere. Where none may compute the rest within the budget, none is looked at."""
+    few, many = (bytecodes_of_a_plan(nodes, 1000, itl_budget) for nodes in (20, 120))
     assert many - few < most * 100
 
 
@@ -171,3 +180,19 @@ def test_nodes_that_are_not_looked_at_could_not_have_been_chosen(compared: Compa
     for cost, role in costs:
         views, hits = compared.candidates.open(role), compared.hits(role)
         assert compared.best(cost, views, hits, turn) == compared.best(Unbounded(cost), views, hits, turn)
+
+
+@settings(max_examples=200)
+@given(comparisons())
+def test_the_decode_node_that_resumes_is_the_cheapest_whose_streams_wait_within_the_budget(
+    compared: Comparison,
+) -> None:
+    cost = LocalCost(compared.tokens, compared.candidates.book)
+    resuming = [each for each in compared.hits(Role.DECODE) if each[0].resume]
+    furthest = compared.furthest(Role.PREFILL)
+    fitting = [
+        each
+        for each in compared.all_estimates(cost, (), resuming)
+        if cost.stall(each.hit, each.place) <= ITL_BUDGET * (1.0 if each.hit.resume > furthest else FIRST_TURN)
+    ]
+    assert compared.best_resuming() == min(fitting, key=lambda each: each.score, default=None)
