@@ -62,7 +62,7 @@ def test_a_plan_by_what_is_cached_takes_few_steps_for_each_further_node(cached_o
 def test_a_plan_where_decode_nodes_may_resume_takes_few_steps_for_each_further_node(
     itl_budget: float, most: int
 ) -> None:
-    """Of a prompt that is cached everywhere. Where none may compute the rest within the budget, none is looked at."""
+    """The prompt is cached everywhere. Where no node may compute the rest within the budget, none is looked at."""
     few, many = (bytecodes_of_a_plan(nodes, 1000, itl_budget) for nodes in (20, 120))
     assert many - few < most * 100
 
