@@ -34,8 +34,8 @@ PROMPTS = (MB // 8, MB // 2, 2 * MB, 8 * MB)
 STREAMS = (1, 8, 64, 256, 512)
 REQUESTS = 1024
 TURN_REQUESTS = 512
-IDLE_SECONDS = 2.0
-"""Seconds of a turn before its requests, and again behind them, in which nothing is asked."""
+IDLE_SECONDS = 5.0
+"""Seconds of a turn before its requests in which nothing is asked: each node's health is probed once."""
 FEWEST_BATCHES = 0.9
 """The part of the batches of KV events due in a turn that the proxy must have read."""
 AT_ONCE = 64
@@ -206,11 +206,10 @@ async def take_turn(fleet: Fleet, proxies: Mapping[Fleet, MeteredProxy]) -> Turn
     proxy = proxies[fleet]
     await _tell_publishers(proxies, signal.SIGUSR2)
     events, since = await _events_read(fleet, proxy), time.monotonic()
-    before = await _idle(proxy)
+    idle = await _idle(proxy)
     began = time.monotonic()
     cost = await _cost(proxy, TURN_REQUESTS, AT_ONCE)
     seconds = time.monotonic() - began
-    idle = (before + await _idle(proxy)) / 2
     read, wanted = await _events_read(fleet, proxy) - events, 2 * fleet.nodes.each * fleet.nodes.batches
     if read < FEWEST_BATCHES * wanted * (time.monotonic() - since):
         raise AssertionError(f"{fleet}: {read:.0f} batches were read in {time.monotonic() - since:.1f} s")

@@ -23,6 +23,14 @@ async def running(health: HealthCheck) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def interval_of_two(clock: FakeClock) -> None:
+    """The time after which two nodes are due, and that until both are visited."""
+    for seconds in (5, 0.5):
+        await settle()
+        clock.advance(seconds)
+    await settle()
+
+
 async def test_it_runs_by_the_clock(
     pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
 ) -> None:
@@ -31,9 +39,7 @@ async def test_it_runs_by_the_clock(
         transport.nodes["d1"].fault = Fault.REFUSED
         asked = transport.nodes["d1"].asked
         for probes in (1, 2, 3):
-            await settle()
-            clock.advance(5)
-            await settle()
+            await interval_of_two(clock)
             assert asked.count(("/health", None)) == probes
         await until(lambda: state(pool, "d1") is State.DOWN)
 
@@ -58,6 +64,54 @@ async def test_an_idle_node_whose_process_is_killed_is_down_two_seconds_after_th
             clock.advance(1)
             await settle()
         assert transport.nodes["d1"].asked.count(("/health", None)) == asked + 1, "each interval, once it is down"
+
+
+async def test_nodes_that_joined_together_are_visited_one_after_the_other(
+    pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
+) -> None:
+    names = [f"n{number}" for number in range(8)]
+    for name in names:
+        transport.nodes[name] = FakeNodeInfo(Role.DECODE)
+        pool.add(transport.node(name))
+
+    def visited() -> int:
+        return sum(node.asked.count(("/health", None)) for node in transport.nodes.values())
+
+    async with running(health):
+        await until(lambda: all(view.state is State.UP for view in pool.state().nodes))
+        for interval in range(3):
+            await settle()
+            clock.advance(5 - (0.9 if interval else 0))
+            for number in range(10):
+                await settle()
+                assert visited() == 10 * interval + number + 1
+                clock.advance(0.1)
+
+
+async def test_nodes_that_join_are_visited_at_once(
+    pool: Pool, transport: FakePoolTransport, health: HealthCheck
+) -> None:
+    async with running(health):
+        await settle()
+        assert all(view.state is State.UP for view in pool.state().nodes)
+
+
+async def test_a_node_that_refused_a_connection_is_not_put_off(
+    pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
+) -> None:
+    transport.nodes["p1"].fault = Fault.REFUSED
+    async with running(health):
+        await settle()
+        transport.nodes["p1"].fault = None
+        clock.advance(1)
+        await settle()
+        assert all(view.state is State.UP for view in pool.state().nodes)
+        transport.nodes["d1"].fault = Fault.REFUSED
+        for seconds, probes in ((4, 1), (1, 2)):  # at the second time p1, which joined later, is due as well
+            clock.advance(seconds)
+            await settle()
+            assert transport.nodes["d1"].asked.count(("/health", None)) == probes
+        assert transport.nodes["p1"].asked.count(("/health", None)) == 1
 
 
 async def test_a_node_that_comes_up_late_is_tried_every_second(
@@ -91,9 +145,7 @@ async def test_a_slow_node_delays_no_other(
         await until(lambda: all(view.state is State.UP for view in pool.state().nodes))
         transport.nodes["p1"].held.clear()
         for probes in (1, 2, 3):
-            await settle()
-            clock.advance(5)
-            await settle()
+            await interval_of_two(clock)
             assert transport.nodes["d1"].asked.count(("/health", None)) == probes
         assert transport.nodes["p1"].asked.count(("/health", None)) == 0
 
