@@ -17,10 +17,11 @@ class Bunches:
 
     A proxy before 100 nodes gets a thousand batches a second, each from another connection. Each by itself would wake
     the proxy, or come between two requests, and find the CPU's caches full of other things
-    (docs/decisions/request-cost.md, "By the number of nodes").
+    (docs/decisions/request-cost.md, "By the number of nodes"). ``clock``: of what they take, in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._waiting: deque[Callable[[], None]] = deque()
 
     def later(self, callback: Callable[[], None]) -> None:
@@ -30,9 +31,9 @@ class Bunches:
         self._waiting.append(callback)
 
     def _run(self) -> None:
-        until = time.perf_counter() + AT_ONCE_SECONDS
+        until = self._clock() + AT_ONCE_SECONDS
         try:
-            while self._waiting and time.perf_counter() < until:
+            while self._waiting and self._clock() < until:
                 self._waiting[0]()
                 self._waiting.popleft()
         except BaseException:

@@ -1,59 +1,79 @@
 """KV events that are put off are taken in together, in order, and keep nothing else waiting for long."""
 
 import asyncio
-import time
 from typing import Any
 
 from pdproxy.events.bunches import AT_ONCE_SECONDS, BUNCH_SECONDS, Bunches
+from tests.events.publisher import until
+
+
+class Ran:
+    """Callbacks, each with the turn of the event loop in which it was run; a clock that goes on by work alone."""
+
+    def __init__(self, until: int) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.now = 0.0
+        self._turn, self._until = 0, until
+        asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def __call__(self, name: str, seconds: float = 0.0) -> None:
+        """This one is run, and takes so long."""
+        self.log.append((name, self._turn))
+        self.now += seconds
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.log]
+
+    @property
+    def turns(self) -> list[int]:
+        return [turn for _, turn in self.log]
+
+    def _next_turn(self) -> None:
+        self._turn += 1
+        if len(self.log) < self._until:
+            asyncio.get_running_loop().call_soon(self._next_turn)
 
 
 async def test_callbacks_of_a_while_are_run_together_in_their_order() -> None:
-    bunches, ran, began = Bunches(), list[tuple[int, float]](), time.monotonic()
-    for number in range(3):
-        bunches.later(lambda number=number: ran.append((number, time.monotonic() - began)))  # type: ignore[misc]
-        await asyncio.sleep(BUNCH_SECONDS / 10)
-    assert ran == []
-    await asyncio.sleep(10 * BUNCH_SECONDS)
-    assert [number for number, _ in ran] == [0, 1, 2]
-    assert ran[0][1] >= 0.9 * BUNCH_SECONDS  # two clocks
-    assert ran[2][1] - ran[0][1] < BUNCH_SECONDS / 10
+    ran, began = Ran(until=3), asyncio.get_running_loop().time()
+    bunches = Bunches(lambda: ran.now)
+    for name in ("first", "second", "third"):
+        bunches.later(lambda name=name: ran(name))  # type: ignore[misc]
+        await asyncio.sleep(0)
+    await until(lambda: len(ran.log) == 3)
+    assert ran.names == ["first", "second", "third"]
+    assert len(set(ran.turns)) == 1
+    assert asyncio.get_running_loop().time() - began >= 0.9 * BUNCH_SECONDS  # timers may come a moment early
 
 
 async def test_a_long_bunch_lets_others_in_between() -> None:
-    bunches, ran = Bunches(), list[str]()
-
-    def work() -> None:
-        ran.append("bunch")
-        time.sleep(AT_ONCE_SECONDS)
-
-    async def tick() -> None:
-        while ran.count("bunch") < 4:
-            ran.append("other")
-            await asyncio.sleep(0)
-
-    for _ in range(4):
-        bunches.later(work)
-    await asyncio.wait_for(tick(), 10)
-    first = ran.index("bunch")
-    assert ran[first : first + 7 : 2] == ["bunch"] * 4
-    assert ran[first + 1 : first + 7 : 2] == ["other"] * 3
+    ran = Ran(until=4)
+    bunches = Bunches(lambda: ran.now)
+    for name in "abcd":
+        bunches.later(lambda name=name: ran(name, AT_ONCE_SECONDS / 2))  # type: ignore[misc]
+    await until(lambda: len(ran.log) == 4)
+    assert ran.names == ["a", "b", "c", "d"]
+    first, second = ran.turns[0], ran.turns[2]
+    assert ran.turns == [first, first, second, second]
+    assert second == first + 1
 
 
 async def test_one_that_comes_meanwhile_is_run_and_so_is_one_that_comes_later() -> None:
-    bunches, ran = Bunches(), list[str]()
-    bunches.later(lambda: bunches.later(lambda: ran.append("meanwhile")))
-    await asyncio.sleep(5 * BUNCH_SECONDS)
-    bunches.later(lambda: ran.append("later"))
-    await asyncio.sleep(5 * BUNCH_SECONDS)
-    assert ran == ["meanwhile", "later"]
+    ran = Ran(until=2)
+    bunches = Bunches(lambda: ran.now)
+    bunches.later(lambda: bunches.later(lambda: ran("meanwhile")))
+    await until(lambda: ran.names == ["meanwhile"])
+    bunches.later(lambda: ran("later"))
+    await until(lambda: ran.names == ["meanwhile", "later"])
 
 
 async def test_an_error_is_told_to_the_loop_and_keeps_nothing_else_from_being_run() -> None:
-    bunches, ran, errors = Bunches(), list[str](), list[dict[str, Any]]()
+    ran, errors = Ran(until=2), list[dict[str, Any]]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    bunches.later(lambda: ran.append("before"))
-    bunches.later(lambda: ran.remove("nothing"))
-    bunches.later(lambda: ran.append("after"))
-    await asyncio.sleep(5 * BUNCH_SECONDS)
-    assert ran == ["before", "after"]
+    bunches = Bunches(lambda: ran.now)
+    bunches.later(lambda: ran("before"))
+    bunches.later(lambda: ran.log.remove(("nothing", 0)))
+    bunches.later(lambda: ran("after"))
+    await until(lambda: ran.names == ["before", "after"])
     assert [type(context["exception"]) for context in errors] == [ValueError]
