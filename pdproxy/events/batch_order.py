@@ -28,12 +28,12 @@ class BatchOrder:
     Attributes:
         last: the sequence number of the last batch; -1 before the first.
         time: when that was published, by the node's clock.
-        mark: tells it from a batch of another engine with that number.
+        fingerprint: tells it from a batch of another engine with that number.
     """
 
     last: int = -1
     time: float = float("-inf")
-    mark: float = 0
+    fingerprint: float = 0
 
     @property
     def begun(self) -> bool:
@@ -48,10 +48,10 @@ class BatchOrder:
             return Position.GAP
         return Position.DUPLICATE if time <= self.time else Position.RESTARTED
 
-    def is_last(self, sequence: int, mark: float) -> bool:
+    def is_last(self, sequence: int, fingerprint: float) -> bool:
         """Whether it is the very batch that was applied last: the publisher is the same engine as before."""
-        return (sequence, mark) == (self.last, self.mark)
+        return (sequence, fingerprint) == (self.last, self.fingerprint)
 
-    def applied(self, sequence: int, time: float, mark: float) -> None:
+    def applied(self, sequence: int, time: float, fingerprint: float) -> None:
         """A batch was applied, whatever is missing before it."""
-        self.last, self.time, self.mark = sequence, time, mark
+        self.last, self.time, self.fingerprint = sequence, time, fingerprint

@@ -107,7 +107,7 @@ class PlaceFeed:
                 self.on_junk(read)
             else:
                 self._apply(batch.sequence, read)
-            self._order.applied(batch.sequence, time, _mark(batch, read))
+            self._order.applied(batch.sequence, time, _fingerprint(batch, read))
         self._note_change()
         return position
 
@@ -127,7 +127,7 @@ class PlaceFeed:
 
     def is_last(self, batch: NumberedBatch) -> bool:
         """Whether this very batch was the last that was taken: the engine is the same as before."""
-        return self._order.is_last(batch.sequence, _mark(batch, self._read(batch)))
+        return self._order.is_last(batch.sequence, _fingerprint(batch, self._read(batch)))
 
     def restarted(self) -> None:
         """The publisher is another engine: nothing that was known holds."""
@@ -208,7 +208,7 @@ class PlaceFeed:
         self._since = self._clock.now()
 
 
-def _mark(batch: NumberedBatch, read: EventBatch | InvalidBatch) -> float:
+def _fingerprint(batch: NumberedBatch, read: EventBatch | InvalidBatch) -> float:
     """Tells a batch from another engine's of the same number: its time, or of one that cannot be read a checksum."""
     return zlib.crc32(batch.payload) if isinstance(read, InvalidBatch) else read.time
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pdproxy.clock import Clock
 from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import NodeFault
-from pdproxy.events.bunches import Bunches
+from pdproxy.events.coalescing import Coalescer
 from pdproxy.events.places import PlaceCaches, scheme_of
 from pdproxy.events.sources import EventSource, read_sources
 from pdproxy.events.subscription import WAITS, Subscription, SubscriptionTimeouts
@@ -57,7 +57,7 @@ class EventSubscriber:
         self._metrics = metrics
         self._headers = headers
         self._waits = waits
-        self._bunches = Bunches()
+        self._coalescer = Coalescer()
         self._following: dict[str, tuple[Node, asyncio.Task[None]]] = {}
 
     async def run(self) -> None:
@@ -138,7 +138,7 @@ class EventSubscriber:
 
     def _subscription(self, node: Node, scheme: HashScheme, source: EventSource) -> Subscription:
         feed = self._caches.feed_of(Place(node.name, source.rank), source.publisher, scheme)
-        return Subscription(source, feed, self._metrics, self._bunches, self._waits)
+        return Subscription(source, feed, self._metrics, self._coalescer, self._waits)
 
     def _failed(self, node: Node, fault: NodeFault, failures: int) -> None:
         if failures == 1:

@@ -15,7 +15,7 @@ import dataclasses
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.events.batch_order import Position
-from pdproxy.events.bunches import Bunches
+from pdproxy.events.coalescing import Coalescer
 from pdproxy.events.places import PlaceFeed
 from pdproxy.events.sources import EventSource
 from pdproxy.events.wire import END_OF_REPLAY, InvalidBatch, NumberedBatch, numbered, replay_request
@@ -52,7 +52,7 @@ class Subscription:
     """Follows one publisher into a feed until it fails.
 
     Args:
-        bunches: its batches are taken in with those of other publishers; replays are not.
+        coalescer: live batches are parsed and applied together with those of other publishers; replays are not.
         longest: bytes of a message.
     """
 
@@ -61,12 +61,12 @@ class Subscription:
         source: EventSource,
         feed: PlaceFeed,
         metrics: EventMetrics,
-        bunches: Bunches,
+        coalescer: Coalescer,
         waits: SubscriptionTimeouts = WAITS,
         longest: int = LONGEST_BATCH,
     ) -> None:
         self._source = source
-        self._bunches = bunches
+        self._coalescer = coalescer
         self._feed = feed
         self._metrics = metrics
         self._waits = waits
@@ -93,7 +93,7 @@ class Subscription:
         clock, patience = asyncio.get_running_loop().time, self._waits.first_check
         silent_since, behind_gap = clock(), list[NumberedBatch]()
 
-        def take(frames: tuple[bytes, ...]) -> bool:
+        def on_message(frames: tuple[bytes, ...]) -> bool:
             nonlocal silent_since
             silent_since, batch = clock(), self._numbered(frames)
             if batch is not None and self._feed.apply_next(batch) is Position.GAP:
@@ -103,7 +103,7 @@ class Subscription:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(silent_since + patience):
-                    await live.give(take, self._bunches.later)
+                    await live.deliver(on_message, self._coalescer.defer)
             if behind_gap:
                 self._metrics.gap()
                 await self._catch_up()

@@ -20,7 +20,7 @@ MOST_FRAMES = 16
 """Frames of a message; vLLM's have five at most."""
 _LONGEST_COMMAND = 1024
 _SHORT_HEADER, _LONG_HEADER = 2, 9
-_BUFFER = 256 * 1024
+_MOST_BUFFERED = 256 * 1024
 """Bytes that wait in user space before the peer is made to wait, unless one frame has more."""
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
@@ -48,14 +48,14 @@ class SocketType(enum.StrEnum):
     """The role beside a ROUTER socket: it answers what we send."""
 
 
-Take: TypeAlias = Callable[[tuple[bytes, ...]], bool]
-"""Takes the frames of a message; whether it takes the next one, too."""
-Later: TypeAlias = Callable[[Callable[[], None]], None]
-"""Calls a function soon, once."""
+OnMessage: TypeAlias = Callable[[tuple[bytes, ...]], bool]
+"""Called with the frames of a message; returns whether it wants the next one, too."""
+Defer: TypeAlias = Callable[[Callable[[], None]], None]
+"""Schedules one call of a function, soon."""
 
 
 class ZmtpConnection(asyncio.Protocol):
-    """One connection, made by `open`. One task at a time may `receive`, or `give` messages away. To be closed.
+    """One connection, made by `open`. One task at a time may `receive`, or `deliver` messages. To be closed.
 
     Every fault is a `NodeFault`: REFUSED before the connection stands, RESET when it ends, HEADERS_TIMEOUT for a
     handshake that lasts too long, INVALID_BODY for what is no ZMTP, and for a message that is longer than allowed.
@@ -67,9 +67,9 @@ class ZmtpConnection(asyncio.Protocol):
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._transport: asyncio.Transport
-        self._came, self._at = b"", 0
+        self._buffer, self._offset = b"", 0
         """Bytes in one piece, and where the unread ones among them begin."""
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
         """Those that came later."""
         self._unread = self._wanted = 0
         """Bytes that have come, and how many of them there must be before there is anything to read."""
@@ -77,9 +77,9 @@ class ZmtpConnection(asyncio.Protocol):
         """Those of the message that has begun to come."""
         self._length = 0
         """Bytes of these."""
-        self._take: Take | None = None
-        self._later: Later
-        self._put_off = False
+        self._on_message: OnMessage | None = None
+        self._defer: Defer
+        self._deferred = False
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
 
@@ -123,22 +123,23 @@ class ZmtpConnection(asyncio.Protocol):
             await self._more()
         return message
 
-    async def give(self, take: Take, later: Later) -> None:
-        """Give each message to ``take``, without a task's turn for each, until it takes no more. ``later``: puts off
-        the reading of bytes that have come. Where this is cancelled, or ended so, the next call continues: no byte is
-        lost.
+    async def deliver(self, on_message: OnMessage, defer: Defer) -> None:
+        """Call ``on_message`` with each message as it is parsed, until it returns False. A message wakes no task.
+
+        ``defer`` schedules the parsing of bytes that have arrived. Where this call is cancelled, or ``on_message`` ends
+        it, the next call continues: no byte is lost.
 
         Raises:
             NodeFault: RESET, INVALID_BODY.
         """
-        self._take, self._later = take, later
+        self._on_message, self._defer = on_message, defer
         try:
-            self._give_what_came()
-            while self._take is not None:
+            self._deliver_pending()
+            while self._on_message is not None:
                 await self._more()
-                self._give_what_came()
+                self._deliver_pending()
         finally:
-            self._take = None
+            self._on_message = None
 
     def close(self) -> None:
         """End the connection at once. Idempotent."""
@@ -150,18 +151,18 @@ class ZmtpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
 
     def data_received(self, data: bytes) -> None:
-        self._pieces.append(data)
+        self._chunks.append(data)
         self._unread += len(data)
         if self._unread < self._wanted:
             return
-        if self._take is None:
-            self._tell()
-        elif self._unread > _BUFFER:
-            self._go_on()
-        elif not self._put_off:
-            self._put_off = True
-            self._later(self._go_on)
-        if self._unread > max(_BUFFER, self._wanted):
+        if self._on_message is None:
+            self._wake()
+        elif self._unread > _MOST_BUFFERED:
+            self._deliver_deferred()
+        elif not self._deferred:
+            self._deferred = True
+            self._defer(self._deliver_deferred)
+        if self._unread > max(_MOST_BUFFERED, self._wanted):
             self._transport.pause_reading()
 
     def eof_received(self) -> None:
@@ -169,11 +170,11 @@ class ZmtpConnection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self._ended = True
-        self._tell()
+        self._wake()
 
     # -- reading
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -191,7 +192,7 @@ class ZmtpConnection(asyncio.Protocol):
         self._transport.write(_GREETING)
         while not self._has(_GREETING_BYTES):
             await self._more()
-        greeting = self._cut(_GREETING_BYTES)
+        greeting = self._consume(_GREETING_BYTES)
         if greeting[:1] != b"\xff" or greeting[9] != 0x7F or greeting[10] < 3 or greeting[12:32] != _MECHANISM:
             raise NodeFault(Fault.INVALID_BODY, "the peer does not speak ZMTP 3 without security")
         self._transport.write(_ready(socket_type))
@@ -201,22 +202,22 @@ class ZmtpConnection(asyncio.Protocol):
         if not flags & _COMMAND or not body.startswith(b"\x05READY"):
             raise NodeFault(Fault.INVALID_BODY, "the peer sends something else than READY")
 
-    def _give_what_came(self) -> None:
-        """Give all messages that have come whole to whoever takes them. Raises NodeFault: INVALID_BODY."""
-        while self._take is not None and (message := self._next_message()) is not None:
-            if not self._take(message):
-                self._take = None
+    def _deliver_pending(self) -> None:
+        """Deliver every message that has arrived whole. Raises NodeFault: INVALID_BODY."""
+        while self._on_message is not None and (message := self._next_message()) is not None:
+            if not self._on_message(message):
+                self._on_message = None
 
-    def _go_on(self) -> None:
-        """Give what came, without the task in `give`, which is needed where a fault is found, and at the end."""
-        self._put_off, goes_on = False, False
+    def _deliver_deferred(self) -> None:
+        """Deliver what has arrived. The task in `deliver` is woken only for a fault, and at the end."""
+        self._deferred, goes_on = False, False
         try:
             with contextlib.suppress(NodeFault):
-                self._give_what_came()
-                goes_on = self._take is not None
+                self._deliver_pending()
+                goes_on = self._on_message is not None
         finally:
             if not goes_on:
-                self._tell()
+                self._wake()
 
     def _next_message(self) -> tuple[bytes, ...] | None:
         """None where it has not come whole."""
@@ -236,36 +237,36 @@ class ZmtpConnection(asyncio.Protocol):
         """Flags and body; None where it has not come whole."""
         if not self._has(_SHORT_HEADER):
             return None
-        size, flags, length = _SHORT_HEADER, self._came[self._at], self._came[self._at + 1]
+        size, flags, length = _SHORT_HEADER, self._buffer[self._offset], self._buffer[self._offset + 1]
         if flags & _LONG:
             size = _LONG_HEADER
             if not self._has(size):
                 return None
-            length = int.from_bytes(self._came[self._at + 1 : self._at + size])
+            length = int.from_bytes(self._buffer[self._offset + 1 : self._offset + size])
         self._check(flags, length)
         if not self._has(size + length):
             return None
-        self._cut(size)
-        return flags, self._cut(length)
+        self._consume(size)
+        return flags, self._consume(length)
 
     def _has(self, size: int) -> bool:
-        """Whether so many unread bytes have come; they are in one piece then, and so many are wanted else."""
+        """Whether so many unread bytes have arrived. If so, they are in one buffer; if not, `_wanted` is set."""
         if self._unread < size:
             self._wanted = size
             if not self._unread:
-                self._came, self._at = b"", 0
+                self._buffer, self._offset = b"", 0
             return False
-        if len(self._came) - self._at < size:
-            self._came, self._at = b"".join((self._came[self._at :], *self._pieces)), 0
-            self._pieces.clear()
+        if len(self._buffer) - self._offset < size:
+            self._buffer, self._offset = b"".join((self._buffer[self._offset :], *self._chunks)), 0
+            self._chunks.clear()
         return True
 
-    def _cut(self, size: int) -> bytes:
-        """The next bytes, which are read now."""
-        start = self._at
-        self._at += size
+    def _consume(self, size: int) -> bytes:
+        """The next bytes; they are read then."""
+        start = self._offset
+        self._offset += size
         self._unread -= size
-        return self._came[start : self._at]
+        return self._buffer[start : self._offset]
 
     def _check(self, flags: int, length: int) -> None:
         """Raises NodeFault, INVALID_BODY, for a frame that is none, or too long."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from prometheus_client import CollectorRegistry
 
-from pdproxy.events.bunches import Bunches
+from pdproxy.events.coalescing import Coalescer
 from pdproxy.events.places import PlaceCaches, PlaceFeed
 from pdproxy.events.sources import EventSource
 from pdproxy.events.subscription import Subscription, SubscriptionTimeouts
@@ -48,7 +48,7 @@ async def subscribed(
     caches: Caches, source: EventSource, waits: SubscriptionTimeouts = QUICK
 ) -> AsyncIterator[asyncio.Task[None]]:
     """A subscription that has caught up, and goes on meanwhile."""
-    subscription = Subscription(source, feed_of(caches, source), caches.metrics, Bunches(), waits)
+    subscription = Subscription(source, feed_of(caches, source), caches.metrics, Coalescer(), waits)
     caught_up = asyncio.Event()
     running = asyncio.create_task(subscription.run(caught_up))
     waiting = asyncio.create_task(caught_up.wait())

@@ -127,20 +127,20 @@ async def test_a_wait_that_is_given_up_loses_no_byte(at: int) -> None:
         connection.close()
 
 
-class Given:
-    """Messages that a connection gave away, until there were ``enough``."""
+class Receiver:
+    """Keeps the messages that a connection delivers, until there are ``enough``."""
 
     def __init__(self, enough: int = 1000) -> None:
         self.messages: list[tuple[bytes, ...]] = []
-        self.put_off: list[Callable[[], None]] = []
+        self.deferred: list[Callable[[], None]] = []
         self._enough = enough
 
-    def take(self, message: tuple[bytes, ...]) -> bool:
+    def on_message(self, message: tuple[bytes, ...]) -> bool:
         self.messages.append(message)
         return len(self.messages) < self._enough
 
-    def later(self, callback: Callable[[], None]) -> None:
-        self.put_off.append(callback)
+    def defer(self, callback: Callable[[], None]) -> None:
+        self.deferred.append(callback)
 
     def soon(self, callback: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_soon(callback)
@@ -149,60 +149,60 @@ class Given:
         asyncio.get_running_loop().call_later(0.05, callback)
 
 
-async def test_messages_are_given_away_however_they_are_cut_until_no_more_are_taken() -> None:
+async def test_messages_are_delivered_however_they_are_cut_until_no_more_are_wanted() -> None:
     sent = GREETING + READY + b"".join(frame(bytes((number,)) * 300) for number in range(4))
     async with peer(*(sent[at : at + 1] for at in range(len(sent)))) as port:
-        connection, given = await opened(port), Given(enough=3)
+        connection, receiver = await opened(port), Receiver(enough=3)
         async with asyncio.timeout(5):
-            await connection.give(given.take, given.soon)
-        assert given.messages == [(bytes((number,)) * 300,) for number in range(3)]
+            await connection.deliver(receiver.on_message, receiver.soon)
+        assert receiver.messages == [(bytes((number,)) * 300,) for number in range(3)]
         assert await connection.receive() == (b"\x03" * 300,)
         connection.close()
 
 
-async def test_what_has_come_is_given_away_when_its_time_has_come() -> None:
+async def test_bytes_are_parsed_when_the_deferred_call_is_made() -> None:
     async with halting_peer(frame(b"one"), frame(b"two") + frame(b"three")) as (port, going):
-        connection, given = await opened(port), Given()
-        giving = asyncio.create_task(connection.give(given.take, given.later))
-        await until(lambda: given.messages == [(b"one",)] or bool(given.put_off))
-        for callback in given.put_off:
+        connection, receiver = await opened(port), Receiver()
+        delivering = asyncio.create_task(connection.deliver(receiver.on_message, receiver.defer))
+        await until(lambda: receiver.messages == [(b"one",)] or bool(receiver.deferred))
+        for callback in receiver.deferred:
             callback()
-        given.put_off.clear()
+        receiver.deferred.clear()
         going.set()
-        await until(lambda: len(given.put_off) == 1)
-        assert given.messages == [(b"one",)]
-        given.put_off.pop()()
-        assert given.messages == [(b"one",), (b"two",), (b"three",)]
+        await until(lambda: len(receiver.deferred) == 1)
+        assert receiver.messages == [(b"one",)]
+        receiver.deferred.pop()()
+        assert receiver.messages == [(b"one",), (b"two",), (b"three",)]
         connection.close()
         with pytest.raises(NodeFault) as fault:
-            await giving
+            await delivering
         assert fault.value.fault is Fault.RESET
 
 
 @pytest.mark.parametrize("before", [0, 1000, 200_000, 262_000, 300_000])
-async def test_a_long_message_is_given_away_whole(before: int) -> None:
+async def test_a_long_message_is_delivered_whole(before: int) -> None:
     """Longer than what waits in user space, behind a shorter one."""
     sent = frame(b"x" * before) + frame(b"y" * 3_000_000) + frame(b"z")
     async with halting_peer(b"", sent) as (port, going):
-        connection, given = await opened(port, longest=1 << 22), Given(enough=3)
-        giving = asyncio.create_task(connection.give(given.take, given.after_a_while))
+        connection, receiver = await opened(port, longest=1 << 22), Receiver(enough=3)
+        delivering = asyncio.create_task(connection.deliver(receiver.on_message, receiver.after_a_while))
         await asyncio.sleep(0)
         going.set()
-        await asyncio.wait_for(giving, 10)
-        assert given.messages == [(b"x" * before,), (b"y" * 3_000_000,), (b"z",)]
+        await asyncio.wait_for(delivering, 10)
+        assert receiver.messages == [(b"x" * before,), (b"y" * 3_000_000,), (b"z",)]
         connection.close()
 
 
-async def test_what_is_put_off_is_bounded() -> None:
-    """More than waits in user space is given away at once."""
+async def test_deferred_bytes_are_bounded() -> None:
+    """More than waits in user space is delivered at once."""
     sent = frame(b"x" * 100_000) * 10
     async with halting_peer(b"", sent) as (port, going):
-        connection, given = await opened(port, longest=1 << 20), Given()
-        giving = asyncio.create_task(connection.give(given.take, given.later))
+        connection, receiver = await opened(port, longest=1 << 20), Receiver()
+        delivering = asyncio.create_task(connection.deliver(receiver.on_message, receiver.defer))
         await asyncio.sleep(0)
         going.set()
-        await until(lambda: len(given.messages) >= 7)
-        giving.cancel()
+        await until(lambda: len(receiver.messages) >= 7)
+        delivering.cancel()
         connection.close()
 
 
@@ -227,29 +227,29 @@ async def test_a_peer_that_is_not_read_is_made_to_wait() -> None:
 
 
 @pytest.mark.parametrize("at", range(0, len(MESSAGE), 7))
-async def test_giving_away_that_is_given_up_loses_no_byte(at: int) -> None:
+async def test_a_delivery_that_is_cancelled_loses_no_byte(at: int) -> None:
     async with halting_peer(MESSAGE[:at], MESSAGE[at:]) as (port, going):
-        connection, given = await opened(port), Given(enough=1)
+        connection, receiver = await opened(port), Receiver(enough=1)
         for _ in range(2):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.02):
-                    await connection.give(given.take, given.soon)
+                    await connection.deliver(receiver.on_message, receiver.soon)
         going.set()
         async with asyncio.timeout(5):
-            await connection.give(given.take, given.soon)
-        assert given.messages == [(b"one", b"x" * 300)]
+            await connection.deliver(receiver.on_message, receiver.soon)
+        assert receiver.messages == [(b"one", b"x" * 300)]
         connection.close()
 
 
-async def test_a_fault_of_the_peer_ends_the_giving() -> None:
+async def test_a_fault_of_the_peer_ends_the_delivery() -> None:
     async with halting_peer(frame(b"one"), frame(b"two") + b"\xf0\x00") as (port, going):
-        connection, given = await opened(port), Given()
-        giving = asyncio.create_task(connection.give(given.take, given.soon))
-        await until(lambda: given.messages == [(b"one",)])
+        connection, receiver = await opened(port), Receiver()
+        delivering = asyncio.create_task(connection.deliver(receiver.on_message, receiver.soon))
+        await until(lambda: receiver.messages == [(b"one",)])
         going.set()
         with pytest.raises(NodeFault) as fault:
-            await asyncio.wait_for(giving, 5)
-        assert (fault.value.fault, given.messages) == (Fault.INVALID_BODY, [(b"one",), (b"two",)])
+            await asyncio.wait_for(delivering, 5)
+        assert (fault.value.fault, receiver.messages) == (Fault.INVALID_BODY, [(b"one",), (b"two",)])
         connection.close()
 
 
@@ -321,12 +321,12 @@ async def test_nobody_there_and_somebody_who_leaves() -> None:
 
 ON_UVLOOP = (
     test_messages_come_whole_however_they_are_cut,
-    test_messages_are_given_away_however_they_are_cut_until_no_more_are_taken,
-    test_what_has_come_is_given_away_when_its_time_has_come,
-    functools.partial(test_a_long_message_is_given_away_whole, 262_000),
-    test_what_is_put_off_is_bounded,
+    test_messages_are_delivered_however_they_are_cut_until_no_more_are_wanted,
+    test_bytes_are_parsed_when_the_deferred_call_is_made,
+    functools.partial(test_a_long_message_is_delivered_whole, 262_000),
+    test_deferred_bytes_are_bounded,
     test_a_peer_that_is_not_read_is_made_to_wait,
-    test_a_fault_of_the_peer_ends_the_giving,
+    test_a_fault_of_the_peer_ends_the_delivery,
     test_a_ping_is_answered,
     test_a_message_without_an_end_is_bounded,
     test_a_peer_that_says_nothing_is_left_in_time,

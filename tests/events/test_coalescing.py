@@ -1,9 +1,9 @@
-"""KV events that are put off are taken in together, in order, and keep nothing else waiting for long."""
+"""Deferred callbacks run together, in order, and keep nothing else waiting for long."""
 
 import asyncio
 from typing import Any
 
-from pdproxy.events.bunches import AT_ONCE_SECONDS, BUNCH_SECONDS, Bunches
+from pdproxy.events.coalescing import COALESCE_SECONDS, SLICE_SECONDS, Coalescer
 from tests.events.publisher import until
 
 
@@ -37,21 +37,21 @@ class Ran:
 
 async def test_callbacks_of_a_while_are_run_together_in_their_order() -> None:
     ran, began = Ran(until=3), asyncio.get_running_loop().time()
-    bunches = Bunches(lambda: ran.now)
+    coalescer = Coalescer(lambda: ran.now)
     for name in ("first", "second", "third"):
-        bunches.later(lambda name=name: ran(name))  # type: ignore[misc]
+        coalescer.defer(lambda name=name: ran(name))  # type: ignore[misc]
         await asyncio.sleep(0)
     await until(lambda: len(ran.log) == 3)
     assert ran.names == ["first", "second", "third"]
     assert len(set(ran.turns)) == 1
-    assert asyncio.get_running_loop().time() - began >= 0.9 * BUNCH_SECONDS  # timers may come a moment early
+    assert asyncio.get_running_loop().time() - began >= 0.9 * COALESCE_SECONDS  # timers may come a moment early
 
 
-async def test_a_long_bunch_lets_others_in_between() -> None:
+async def test_many_callbacks_let_others_in_between() -> None:
     ran = Ran(until=4)
-    bunches = Bunches(lambda: ran.now)
+    coalescer = Coalescer(lambda: ran.now)
     for name in "abcd":
-        bunches.later(lambda name=name: ran(name, AT_ONCE_SECONDS / 2))  # type: ignore[misc]
+        coalescer.defer(lambda name=name: ran(name, SLICE_SECONDS / 2))  # type: ignore[misc]
     await until(lambda: len(ran.log) == 4)
     assert ran.names == ["a", "b", "c", "d"]
     first, second = ran.turns[0], ran.turns[2]
@@ -61,19 +61,19 @@ async def test_a_long_bunch_lets_others_in_between() -> None:
 
 async def test_one_that_comes_meanwhile_is_run_and_so_is_one_that_comes_later() -> None:
     ran = Ran(until=2)
-    bunches = Bunches(lambda: ran.now)
-    bunches.later(lambda: bunches.later(lambda: ran("meanwhile")))
+    coalescer = Coalescer(lambda: ran.now)
+    coalescer.defer(lambda: coalescer.defer(lambda: ran("meanwhile")))
     await until(lambda: ran.names == ["meanwhile"])
-    bunches.later(lambda: ran("later"))
+    coalescer.defer(lambda: ran("later"))
     await until(lambda: ran.names == ["meanwhile", "later"])
 
 
 async def test_an_error_is_told_to_the_loop_and_keeps_nothing_else_from_being_run() -> None:
     ran, errors = Ran(until=2), list[dict[str, Any]]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    bunches = Bunches(lambda: ran.now)
-    bunches.later(lambda: ran("before"))
-    bunches.later(lambda: ran.log.remove(("nothing", 0)))
-    bunches.later(lambda: ran("after"))
+    coalescer = Coalescer(lambda: ran.now)
+    coalescer.defer(lambda: ran("before"))
+    coalescer.defer(lambda: ran.log.remove(("nothing", 0)))
+    coalescer.defer(lambda: ran("after"))
     await until(lambda: ran.names == ["before", "after"])
     assert [type(context["exception"]) for context in errors] == [ValueError]
