@@ -63,16 +63,12 @@ class BlockHolders:
     def add(self, bit: int, group: int, hashes: Iterable[int]) -> None:
         """One more copy of each in this group of the place; `join` was called for the group."""
         place = self._places[bit]
-        masks, odd, at, alone, log = self.masks, place.odd, place.groups[group], len(place.groups) == 1, place.log
+        masks, at, alone = self.masks, place.groups[group], len(place.groups) == 1
         for block in hashes:
-            mask = masks.get(block, 0)
-            if alone and not mask & bit and block not in odd:
-                masks[block] = mask | bit if mask else bit  # most blocks are at one place: those share one object
-                log.append(block)
-                place.whole += 1
+            if alone and block not in place.odd and not masks.get(block, 0) & bit:
+                self._mark(place, bit, block)
             else:
                 self._change(place, bit, block, at, 1)
-        self._shorten_log(place, bit)
 
     def remove(self, bit: int, group: int, hashes: Iterable[int]) -> None:
         """One copy less of each that the group of the place holds; the place may not have been known from its start."""
@@ -124,8 +120,6 @@ class BlockHolders:
         self.masks[block] = mask | bit if mask else bit  # most blocks are at one place: those share one object
         place.log.append(block)
         place.whole += 1
-
-    def _shorten_log(self, place: _PlaceBlocks, bit: int) -> None:
         if len(place.log) > 2 * place.whole + _SLACK:
             place.log = array("Q", {each for each in place.log if self.masks.get(each, 0) & bit})
 
