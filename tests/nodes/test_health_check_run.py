@@ -13,6 +13,10 @@ from tests.nodes.fake_pool import FakeNodeInfo, FakePoolTransport, settle, until
 from tests.nodes.health import state
 
 
+def all_up(pool: Pool) -> bool:
+    return all(view.state is State.UP for view in pool.state().nodes)
+
+
 @asynccontextmanager
 async def running(health: HealthCheck) -> AsyncIterator[None]:
     task = asyncio.create_task(health.run())
@@ -35,7 +39,7 @@ async def test_it_runs_by_the_clock(
     pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
 ) -> None:
     async with running(health):
-        await until(lambda: all(view.state is State.UP for view in pool.state().nodes))
+        await until(lambda: all_up(pool))
         transport.nodes["d1"].fault = Fault.REFUSED
         asked = transport.nodes["d1"].asked
         for probes in (1, 2, 3):
@@ -49,7 +53,7 @@ async def test_an_idle_node_whose_process_is_killed_is_down_two_seconds_after_th
 ) -> None:
     """No request tells of it. Its host refuses connections at once, so the next probes need not wait for their turn."""
     async with running(health):
-        await until(lambda: all(view.state is State.UP for view in pool.state().nodes))
+        await until(lambda: all_up(pool))
         transport.nodes["d1"].fault = Fault.REFUSED
         for _ in range(6):
             clock.advance(1)
@@ -78,7 +82,7 @@ async def test_nodes_that_joined_together_are_visited_one_after_the_other(
         return sum(node.asked.count(("/health", None)) for node in transport.nodes.values())
 
     async with running(health):
-        await until(lambda: all(view.state is State.UP for view in pool.state().nodes))
+        await until(lambda: all_up(pool))
         for interval in range(3):
             await settle()
             clock.advance(5 - (0.9 if interval else 0))
@@ -93,7 +97,7 @@ async def test_nodes_that_join_are_visited_at_once(
 ) -> None:
     async with running(health):
         await settle()
-        assert all(view.state is State.UP for view in pool.state().nodes)
+        assert all_up(pool)
 
 
 async def test_a_node_that_refused_a_connection_is_not_put_off(
@@ -105,7 +109,7 @@ async def test_a_node_that_refused_a_connection_is_not_put_off(
         transport.nodes["p1"].fault = None
         clock.advance(1)
         await settle()
-        assert all(view.state is State.UP for view in pool.state().nodes)
+        assert all_up(pool)
         transport.nodes["d1"].fault = Fault.REFUSED
         for seconds, probes in ((4, 1), (1, 2)):  # at the second time p1, which joined later, is due as well
             clock.advance(seconds)
@@ -142,7 +146,7 @@ async def test_a_slow_node_delays_no_other(
     pool: Pool, transport: FakePoolTransport, clock: FakeClock, health: HealthCheck
 ) -> None:
     async with running(health):
-        await until(lambda: all(view.state is State.UP for view in pool.state().nodes))
+        await until(lambda: all_up(pool))
         transport.nodes["p1"].held.clear()
         for probes in (1, 2, 3):
             await interval_of_two(clock)
