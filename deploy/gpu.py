@@ -56,7 +56,8 @@ ADVICE = {
 }
 """The steps in order, each with what to do where a check of it fails."""
 KILLS = (
-    *((Role.DECODE, ProcessFault.KILLED), (Role.PREFILL, ProcessFault.KILLED)),
+    (Role.DECODE, ProcessFault.KILLED),
+    (Role.PREFILL, ProcessFault.KILLED),
     (Role.DECODE, ProcessFault.STOPPED),
 )
 STREAMS = 8
