@@ -209,7 +209,7 @@ class Comparison:
             return None
         cost = LocalCost(self.tokens, self.candidates.book)
         hits = [each for each in hits if cost.least_stall(each[0]) <= self._budget(each[0])]
-        for score, spot, hit in _rising([(hit, spots, cost.scores(hit, spots)) for hit, spots in hits]):
+        for score, spot, hit in _cheapest_first([(hit, spots, cost.scores(hit, spots)) for hit, spots in hits]):
             if cost.stall(hit, spot[1]) <= self._budget(hit):
                 return Estimate(score, cost.seconds(hit, spot, score), *spot, hit)
         return None
@@ -349,8 +349,8 @@ def _estimates(cost: Cost, hits: Hits) -> list[Estimate]:
     ]
 
 
-def _rising(scored: Sequence[tuple[Hit, Sequence[Spot], list[float]]]) -> Iterator[_Scored]:
-    """All of them, the cheapest first. As a rule the first one is taken, so no others are sorted."""
+def _cheapest_first(scored: Sequence[tuple[Hit, Sequence[Spot], list[float]]]) -> Iterator[_Scored]:
+    """These places by rising score. Usually the first one is taken, so the others are not sorted."""
     left = [(score, number, at) for number, (_, _, scores) in enumerate(scored) for at, score in enumerate(scores)]
     heapq.heapify(left)
     while left:
