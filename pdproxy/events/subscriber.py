@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pdproxy.clock import Clock
 from pdproxy.credential import OwnHeaders, no_headers
 from pdproxy.errors import NodeFault
-from pdproxy.events.coalescing import Coalescer
 from pdproxy.events.places import PlaceCaches, scheme_of
 from pdproxy.events.sources import EventSource, read_sources
 from pdproxy.events.subscription import WAITS, Subscription, SubscriptionTimeouts
@@ -22,6 +21,7 @@ from pdproxy.nodes.preflight import exchange
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.planning.block_hashes import HashScheme
 from pdproxy.planning.prefix import Place
+from pdproxy.transport.coalesced_reads import CoalescedReads
 from pdproxy.transport.port import HttpRequest, Timeouts, Transport
 
 _LOG = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class EventSubscriber:
         self._metrics = metrics
         self._headers = headers
         self._waits = waits
-        self._coalescer = Coalescer()
+        self._reads = CoalescedReads()
         self._following: dict[str, tuple[Node, asyncio.Task[None]]] = {}
 
     async def run(self) -> None:
@@ -138,7 +138,7 @@ class EventSubscriber:
 
     def _subscription(self, node: Node, scheme: HashScheme, source: EventSource) -> Subscription:
         feed = self._caches.feed_of(Place(node.name, source.rank), source.publisher, scheme)
-        return Subscription(source, feed, self._metrics, self._coalescer, self._waits)
+        return Subscription(source, feed, self._metrics, self._reads, self._waits)
 
     def _failed(self, node: Node, fault: NodeFault, failures: int) -> None:
         if failures == 1:

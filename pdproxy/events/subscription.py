@@ -15,12 +15,12 @@ import dataclasses
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.events.batch_order import Position
-from pdproxy.events.coalescing import Coalescer
 from pdproxy.events.places import PlaceFeed
 from pdproxy.events.sources import EventSource
 from pdproxy.events.wire import END_OF_REPLAY, InvalidBatch, NumberedBatch, numbered, replay_request
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.observe.labels import Replay
+from pdproxy.transport.coalesced_reads import CoalescedReads
 from pdproxy.transport.zmtp import SocketType, ZmtpConnection
 
 LONGEST_BATCH = 32 * 1024 * 1024
@@ -52,7 +52,7 @@ class Subscription:
     """Follows one publisher into a feed until it fails.
 
     Args:
-        coalescer: live batches are parsed and applied together with those of other publishers; replays are not.
+        reads: live batches are read and applied together with those of other publishers; replays are not.
         longest: bytes of a message.
     """
 
@@ -61,12 +61,12 @@ class Subscription:
         source: EventSource,
         feed: PlaceFeed,
         metrics: EventMetrics,
-        coalescer: Coalescer,
+        reads: CoalescedReads,
         waits: SubscriptionTimeouts = WAITS,
         longest: int = LONGEST_BATCH,
     ) -> None:
         self._source = source
-        self._coalescer = coalescer
+        self._reads = reads
         self._feed = feed
         self._metrics = metrics
         self._waits = waits
@@ -103,7 +103,7 @@ class Subscription:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(silent_since + patience):
-                    await live.deliver(on_message, self._coalescer.defer)
+                    await live.deliver(on_message, self._reads)
             if behind_gap:
                 self._metrics.gap()
                 await self._catch_up()

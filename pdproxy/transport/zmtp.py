@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Self, TypeAlias, cast
 
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.transport.coalesced_reads import CoalescedReads
 
 MOST_FRAMES = 16
 """Frames of a message; vLLM's have five at most."""
@@ -50,8 +51,6 @@ class SocketType(enum.StrEnum):
 
 OnMessage: TypeAlias = Callable[[tuple[bytes, ...]], bool]
 """Called with the frames of a message; returns whether it wants the next one, too."""
-Defer: TypeAlias = Callable[[Callable[[], None]], None]
-"""Schedules one call of a function, soon."""
 
 
 class ZmtpConnection(asyncio.Protocol):
@@ -78,8 +77,8 @@ class ZmtpConnection(asyncio.Protocol):
         self._length = 0
         """Bytes of these."""
         self._on_message: OnMessage | None = None
-        self._defer: Defer
-        self._deferred = False
+        self._reads: CoalescedReads | None = None
+        """What reads the socket in place of the transport, while messages are delivered."""
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
 
@@ -123,23 +122,25 @@ class ZmtpConnection(asyncio.Protocol):
             await self._more()
         return message
 
-    async def deliver(self, on_message: OnMessage, defer: Defer) -> None:
+    async def deliver(self, on_message: OnMessage, reads: CoalescedReads) -> None:
         """Call ``on_message`` with each message as it is parsed, until it returns False. A message wakes no task.
 
-        ``defer`` schedules the parsing of bytes that have arrived. Where this call is cancelled, or ``on_message`` ends
-        it, the next call continues: no byte is lost.
+        ``reads`` reads the socket meanwhile, with those of other connections. Where this call is cancelled, or
+        ``on_message`` ends it, the next call continues: no byte is lost.
 
         Raises:
             NodeFault: RESET, INVALID_BODY.
         """
-        self._on_message, self._defer = on_message, defer
+        self._on_message = on_message
         try:
             self._deliver_pending()
             while self._on_message is not None:
-                await self._more()
+                self._read_with(reads)
+                await self._arrival()
                 self._deliver_pending()
         finally:
             self._on_message = None
+            self._read_alone()
 
     def close(self) -> None:
         """End the connection at once. Idempotent."""
@@ -151,17 +152,9 @@ class ZmtpConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
 
     def data_received(self, data: bytes) -> None:
-        self._chunks.append(data)
-        self._unread += len(data)
-        if self._unread < self._wanted:
-            return
-        if self._on_message is None:
+        self._append(data)
+        if self._unread >= self._wanted:
             self._wake()
-        elif self._unread > _MOST_BUFFERED:
-            self._deliver_deferred()
-        elif not self._deferred:
-            self._deferred = True
-            self._defer(self._deliver_deferred)
         if self._unread > max(_MOST_BUFFERED, self._wanted):
             self._transport.pause_reading()
 
@@ -169,6 +162,7 @@ class ZmtpConnection(asyncio.Protocol):
         self.connection_lost(None)
 
     def connection_lost(self, _: Exception | None) -> None:
+        self._read_alone()  # the socket is closed when this returns
         self._ended = True
         self._wake()
 
@@ -180,11 +174,38 @@ class ZmtpConnection(asyncio.Protocol):
 
     async def _more(self) -> None:
         """Wait until more bytes have come: as many as are wanted, or the last ones. Raises NodeFault: RESET."""
-        if self._ended:
-            raise NodeFault(Fault.RESET, "the connection ended")
+        self._check_open()
         self._transport.resume_reading()
+        await self._arrival()
+
+    async def _arrival(self) -> None:
         self._waiter = waiter = asyncio.get_running_loop().create_future()
         await waiter
+
+    def _check_open(self) -> None:
+        if self._ended or self._transport.is_closing():
+            raise NodeFault(Fault.RESET, "the connection ended")
+
+    def _append(self, data: bytes) -> None:
+        self._chunks.append(data)
+        self._unread += len(data)
+
+    def _read_with(self, reads: CoalescedReads) -> None:
+        """Have the socket read with others, not by the transport. Raises NodeFault: RESET."""
+        self._check_open()
+        if self._reads is None:
+            self._transport.pause_reading()
+            reads.add(self._descriptor, self._on_bytes)
+            self._reads = reads
+
+    def _read_alone(self) -> None:
+        if self._reads is not None:
+            self._reads.remove(self._descriptor)
+            self._reads = None
+
+    @property
+    def _descriptor(self) -> int:
+        return cast(int, self._transport.get_extra_info("socket").fileno())
 
     async def _shake_hands(self, socket_type: SocketType) -> None:
         for option in _KEEP_ALIVE:
@@ -208,13 +229,18 @@ class ZmtpConnection(asyncio.Protocol):
             if not self._on_message(message):
                 self._on_message = None
 
-    def _deliver_deferred(self) -> None:
-        """Deliver what has arrived. The task in `deliver` is woken only for a fault, and at the end."""
-        self._deferred, goes_on = False, False
+    def _on_bytes(self, data: bytes) -> None:
+        """Deliver what has come whole. The task in `deliver` is woken only for a fault, and at the end."""
+        self._append(data)
+        self._ended = not data
+        goes_on = False
         try:
-            with contextlib.suppress(NodeFault):
-                self._deliver_pending()
-                goes_on = self._on_message is not None
+            if self._unread >= self._wanted or self._ended:
+                with contextlib.suppress(NodeFault):  # the task finds it again
+                    self._deliver_pending()
+                    goes_on = self._on_message is not None and not self._ended
+            else:
+                goes_on = True
         finally:
             if not goes_on:
                 self._wake()

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 
 from prometheus_client import CollectorRegistry
 
-from pdproxy.events.coalescing import Coalescer
 from pdproxy.events.places import PlaceCaches, PlaceFeed
 from pdproxy.events.sources import EventSource
 from pdproxy.events.subscription import Subscription, SubscriptionTimeouts
 from pdproxy.observe.event_metrics import EventMetrics
 from pdproxy.planning.block_hashes import HashAlgorithm, HashScheme
 from pdproxy.planning.prefix import Place
+from pdproxy.transport.coalesced_reads import CoalescedReads
 from tests.fakes.clock import FakeClock
 
 SCHEME = HashScheme(HashAlgorithm.SHA256_CBOR, 16, 16, bytes(32))
@@ -48,7 +48,7 @@ async def subscribed(
     caches: Caches, source: EventSource, waits: SubscriptionTimeouts = QUICK
 ) -> AsyncIterator[asyncio.Task[None]]:
     """A subscription that has caught up, and goes on meanwhile."""
-    subscription = Subscription(source, feed_of(caches, source), caches.metrics, Coalescer(), waits)
+    subscription = Subscription(source, feed_of(caches, source), caches.metrics, CoalescedReads(), waits)
     caught_up = asyncio.Event()
     running = asyncio.create_task(subscription.run(caught_up))
     waiting = asyncio.create_task(caught_up.wait())

@@ -11,6 +11,7 @@ import uvloop
 import zmq
 
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.transport.coalesced_reads import CoalescedReads
 from pdproxy.transport.zmtp import MOST_FRAMES, SocketType, ZmtpConnection
 from tests.events.publisher import until
 
@@ -132,21 +133,16 @@ class Receiver:
 
     def __init__(self, enough: int = 1000) -> None:
         self.messages: list[tuple[bytes, ...]] = []
-        self.deferred: list[Callable[[], None]] = []
+        self.reads = CoalescedReads()
         self._enough = enough
 
     def on_message(self, message: tuple[bytes, ...]) -> bool:
         self.messages.append(message)
         return len(self.messages) < self._enough
 
-    def defer(self, callback: Callable[[], None]) -> None:
-        self.deferred.append(callback)
-
-    def soon(self, callback: Callable[[], None]) -> None:
-        asyncio.get_running_loop().call_soon(callback)
-
-    def after_a_while(self, callback: Callable[[], None]) -> None:
-        asyncio.get_running_loop().call_later(0.05, callback)
+    def __call__(self, connection: ZmtpConnection) -> Coroutine[Any, Any, None]:
+        """Deliver its messages."""
+        return connection.deliver(self.on_message, self.reads)
 
 
 async def test_messages_are_delivered_however_they_are_cut_until_no_more_are_wanted() -> None:
@@ -154,55 +150,55 @@ async def test_messages_are_delivered_however_they_are_cut_until_no_more_are_wan
     async with peer(*(sent[at : at + 1] for at in range(len(sent)))) as port:
         connection, receiver = await opened(port), Receiver(enough=3)
         async with asyncio.timeout(5):
-            await connection.deliver(receiver.on_message, receiver.soon)
+            await receiver(connection)
         assert receiver.messages == [(bytes((number,)) * 300,) for number in range(3)]
         assert await connection.receive() == (b"\x03" * 300,)
         connection.close()
 
 
-async def test_bytes_are_parsed_when_the_deferred_call_is_made() -> None:
-    async with halting_peer(frame(b"one"), frame(b"two") + frame(b"three")) as (port, going):
-        connection, receiver = await opened(port), Receiver()
-        delivering = asyncio.create_task(connection.deliver(receiver.on_message, receiver.defer))
-        await until(lambda: receiver.messages == [(b"one",)] or bool(receiver.deferred))
-        for callback in receiver.deferred:
-            callback()
-        receiver.deferred.clear()
+async def test_messages_of_several_connections_are_delivered_together() -> None:
+    sent = frame(b"one")
+    async with halting_peer(b"", sent) as (port, going), halting_peer(b"", sent) as (other_port, other_going):
+        receiver, connections = Receiver(enough=2), [await opened(each) for each in (port, other_port)]
+        delivering = [asyncio.create_task(receiver(each)) for each in connections]
+        await asyncio.sleep(0)
         going.set()
-        await until(lambda: len(receiver.deferred) == 1)
-        assert receiver.messages == [(b"one",)]
-        receiver.deferred.pop()()
-        assert receiver.messages == [(b"one",), (b"two",), (b"three",)]
+        other_going.set()
+        await asyncio.wait(delivering, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        assert receiver.messages == [(b"one",), (b"one",)]
+        for connection in connections:
+            connection.close()
+        results = await asyncio.gather(*delivering, return_exceptions=True)
+        faults = [result.fault for result in results if isinstance(result, NodeFault)]
+        assert (faults, results.count(None)) == ([Fault.RESET], 1)
+
+
+async def test_a_connection_that_was_closed_is_read_no_more() -> None:
+    """Its descriptor may be another connection's by then."""
+    async with halting_peer(frame(b"one"), frame(b"two")) as (port, going):
+        connection, receiver = await opened(port), Receiver()
+        delivering = asyncio.create_task(receiver(connection))
+        await until(lambda: receiver.messages == [(b"one",)])
+        going.set()
         connection.close()
         with pytest.raises(NodeFault) as fault:
             await delivering
-        assert fault.value.fault is Fault.RESET
+        assert (fault.value.fault, receiver.messages) == (Fault.RESET, [(b"one",)])
+        with pytest.raises(NodeFault):
+            await receiver(connection)
 
 
 @pytest.mark.parametrize("before", [0, 1000, 200_000, 262_000, 300_000])
 async def test_a_long_message_is_delivered_whole(before: int) -> None:
-    """Longer than what waits in user space, behind a shorter one."""
+    """Longer than one read, behind a shorter one."""
     sent = frame(b"x" * before) + frame(b"y" * 3_000_000) + frame(b"z")
     async with halting_peer(b"", sent) as (port, going):
         connection, receiver = await opened(port, longest=1 << 22), Receiver(enough=3)
-        delivering = asyncio.create_task(connection.deliver(receiver.on_message, receiver.after_a_while))
+        delivering = asyncio.create_task(receiver(connection))
         await asyncio.sleep(0)
         going.set()
         await asyncio.wait_for(delivering, 10)
         assert receiver.messages == [(b"x" * before,), (b"y" * 3_000_000,), (b"z",)]
-        connection.close()
-
-
-async def test_deferred_bytes_are_bounded() -> None:
-    """More than waits in user space is delivered at once."""
-    sent = frame(b"x" * 100_000) * 10
-    async with halting_peer(b"", sent) as (port, going):
-        connection, receiver = await opened(port, longest=1 << 20), Receiver()
-        delivering = asyncio.create_task(connection.deliver(receiver.on_message, receiver.defer))
-        await asyncio.sleep(0)
-        going.set()
-        await until(lambda: len(receiver.messages) >= 7)
-        delivering.cancel()
         connection.close()
 
 
@@ -233,10 +229,10 @@ async def test_a_delivery_that_is_cancelled_loses_no_byte(at: int) -> None:
         for _ in range(2):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.02):
-                    await connection.deliver(receiver.on_message, receiver.soon)
+                    await receiver(connection)
         going.set()
         async with asyncio.timeout(5):
-            await connection.deliver(receiver.on_message, receiver.soon)
+            await receiver(connection)
         assert receiver.messages == [(b"one", b"x" * 300)]
         connection.close()
 
@@ -244,7 +240,7 @@ async def test_a_delivery_that_is_cancelled_loses_no_byte(at: int) -> None:
 async def test_a_fault_of_the_peer_ends_the_delivery() -> None:
     async with halting_peer(frame(b"one"), frame(b"two") + b"\xf0\x00") as (port, going):
         connection, receiver = await opened(port), Receiver()
-        delivering = asyncio.create_task(connection.deliver(receiver.on_message, receiver.soon))
+        delivering = asyncio.create_task(receiver(connection))
         await until(lambda: receiver.messages == [(b"one",)])
         going.set()
         with pytest.raises(NodeFault) as fault:
@@ -322,9 +318,9 @@ async def test_nobody_there_and_somebody_who_leaves() -> None:
 ON_UVLOOP = (
     test_messages_come_whole_however_they_are_cut,
     test_messages_are_delivered_however_they_are_cut_until_no_more_are_wanted,
-    test_bytes_are_parsed_when_the_deferred_call_is_made,
+    test_messages_of_several_connections_are_delivered_together,
+    test_a_connection_that_was_closed_is_read_no_more,
     functools.partial(test_a_long_message_is_delivered_whole, 262_000),
-    test_deferred_bytes_are_bounded,
     test_a_peer_that_is_not_read_is_made_to_wait,
     test_a_fault_of_the_peer_ends_the_delivery,
     test_a_ping_is_answered,
