@@ -6,7 +6,8 @@ process, the kernel's part of it included; memory is its resident set. Nodes are
 
 A machine's speed differs from minute to minute by more than the rows of `nodes` do. So a proxy before many nodes runs
 beside one before 2, and no others: they are asked in turns, and compared with each other's turn of the same round.
-While either is asked, the nodes of both publish KV events, if any: so the machine is as busy for each.
+While either is asked, the nodes of both publish KV events, if any: so the machine is as busy for each. The proxy that
+is asked has a core to itself, as one whose nodes are other machines: else its caches are filled by their work.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import resource
 import signal
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -167,7 +168,8 @@ async def _compared(pair: tuple[Fleet, Fleet], rounds: int) -> list[Row]:
             await _tell_publishers({fleet: proxy}, signal.SIGUSR1)
         for number in range(rounds):
             for fleet in pair if number % 2 else pair[::-1]:
-                turns[fleet].append(await take_turn(fleet, proxies))
+                with own_core(proxies[fleet], proxies.values()):
+                    turns[fleet].append(await take_turn(fleet, proxies))
             print(f"  round {number + 1}: {'  '.join(f'{turns[each][-1].own:.2f}' for each in pair)}", flush=True)
         sizes = {fleet: resident(proxy.process.pid) for fleet, proxy in proxies.items()}
     return [show(_nodes_row(fleet, turns[fleet], turns[pair[0]], sizes[fleet])) for fleet in pair]
@@ -215,6 +217,29 @@ async def take_turn(fleet: Fleet, proxies: Mapping[Fleet, MeteredProxy]) -> Turn
         raise AssertionError(f"{fleet}: {read:.0f} batches were read in {time.monotonic() - since:.1f} s")
     await _tell_publishers(proxies, signal.SIGUSR1)
     return Turn(cost, cost - 1000 * idle * seconds / TURN_REQUESTS, idle)
+
+
+@contextlib.contextmanager
+def own_core(proxy: MeteredProxy, proxies: Iterable[MeteredProxy]) -> Iterator[None]:
+    """A core is this proxy's alone: this process, all nodes and the other proxies run on the rest, if there is any."""
+    cores = os.sched_getaffinity(0)
+    own, others = {min(cores)}, cores - {min(cores)} or cores
+    _run_on(others, os.getpid())
+    try:
+        for each in proxies:
+            _run_on(own if each is proxy else others, each.process.pid)
+            for node in each.nodes:
+                _run_on(others, node.pid)
+        yield
+    finally:
+        _run_on(cores, os.getpid())
+
+
+def _run_on(cores: Collection[int], pid: int) -> None:
+    """All threads of a process, and those that it will begin."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 async def _idle(proxy: MeteredProxy) -> float:
