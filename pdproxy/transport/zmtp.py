@@ -78,7 +78,7 @@ class ZmtpConnection(asyncio.Protocol):
         """Bytes of these."""
         self._on_message: OnMessage | None = None
         self._reads: CoalescedReads | None = None
-        """What reads the socket in place of the transport, while messages are delivered."""
+        """Reads the socket in place of the transport, while messages are delivered."""
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
 

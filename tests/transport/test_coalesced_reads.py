@@ -15,7 +15,7 @@ from tests.events.publisher import until
 
 
 class Reader:
-    """What was read, each with the turn of the event loop in which it was; a clock that goes on by work alone."""
+    """Keeps all that was read, and the turn of the event loop in which it was. Its clock goes on by work alone."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.log: list[tuple[str, bytes]] = []
