@@ -16,7 +16,7 @@ READ_BYTES = 128 * 1024
 """The most that is read from a connection before others get their turn."""
 
 OnBytes: TypeAlias = Callable[[bytes], None]
-"""Called with what a connection sent, and with no bytes, at each read, once it has ended."""
+"""Called with what a connection sent; with no bytes at each read after its end, until it is removed."""
 
 
 class CoalescedReads:

@@ -243,6 +243,7 @@ class ZmtpConnection(asyncio.Protocol):
                 goes_on = True
         finally:
             if not goes_on:
+                self._read_alone()
                 self._wake()
 
     def _next_message(self) -> tuple[bytes, ...] | None:

@@ -120,6 +120,8 @@ async def test_the_end_of_a_connection_is_told_and_others_are_read_on() -> None:
 
 
 async def test_a_connection_that_was_reset_has_ended() -> None:
+    errors = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
         theirs, _ = server.accept()
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -128,7 +130,7 @@ async def test_a_connection_that_was_reset_has_ended() -> None:
             read.add("reset", ours, lambda: read.reads.remove(ours.fileno()))
             theirs.close()
             await read.has_read(1)
-            assert read.log == [("reset", b"")]
+            assert (read.log, errors) == ([("reset", b"")], [])
 
 
 async def test_one_that_is_removed_by_another_one_is_not_read() -> None:
@@ -139,7 +141,9 @@ async def test_one_that_is_removed_by_another_one_is_not_read() -> None:
         other.send(b"x")
         await read.has_read(1)
         await asyncio.sleep(3 * COALESCE_SECONDS)
-        assert len(read.log) == 1
+        ((name, _),) = read.log
+        left = second if name == "first" else first
+        assert left.recv(10) == b"x"
 
 
 async def test_an_error_is_told_to_the_loop_and_keeps_nothing_else_from_being_read() -> None:
@@ -157,17 +161,30 @@ async def test_an_error_is_told_to_the_loop_and_keeps_nothing_else_from_being_re
 
 
 @pytest.mark.parametrize("waits", [False, True])
-async def test_nothing_stays_open_once_there_are_no_sockets(waits: bool) -> None:
+async def test_nothing_stays_open_once_there_are_no_sockets(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while nothing has come nor while what came waits to be read; and it may begin again."""
     with pairs(1) as ((ours, theirs),), reader() as read:
         before = open_files()
         read.add("a", ours)
         assert open_files() == before + 1
+        timers = list[asyncio.TimerHandle]()
         if waits:
-            theirs.send(b"x")
-            await asyncio.sleep(COALESCE_SECONDS / 4)
+            loop = asyncio.get_running_loop()
+            later = loop.call_later
+
+            def much_later(_: float, *args: Any) -> asyncio.TimerHandle:
+                timers.append(later(3600, *args))
+                return timers[-1]
+
+            with monkeypatch.context() as patch:
+                patch.setattr(loop, "call_later", much_later)
+                theirs.send(b"x")
+                for _ in range(10):
+                    await asyncio.sleep(0)
+            assert len(timers) == 1
         read.reads.remove(ours.fileno())
         read.reads.remove(ours.fileno())
+        assert all(timer.cancelled() for timer in timers)
         await asyncio.sleep(2 * COALESCE_SECONDS)
         assert (open_files(), read.log) == (before, [])
         read.add("again", ours)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -11,6 +12,7 @@ import uvloop
 import zmq
 
 from pdproxy.errors import Fault, NodeFault
+from pdproxy.transport import coalesced_reads
 from pdproxy.transport.coalesced_reads import CoalescedReads
 from pdproxy.transport.zmtp import MOST_FRAMES, SocketType, ZmtpConnection
 from tests.events.publisher import until
@@ -128,12 +130,20 @@ async def test_a_wait_that_is_given_up_loses_no_byte(at: int) -> None:
         connection.close()
 
 
+class CheckedReads(CoalescedReads):
+    """Fails where a socket was closed before it is removed: its descriptor may be another one's by then."""
+
+    def remove(self, descriptor: int) -> None:
+        os.fstat(descriptor)
+        super().remove(descriptor)
+
+
 class Receiver:
     """Keeps the messages that a connection delivers, until there are ``enough``."""
 
     def __init__(self, enough: int = 1000) -> None:
         self.messages: list[tuple[bytes, ...]] = []
-        self.reads = CoalescedReads()
+        self.reads = CheckedReads()
         self._enough = enough
 
     def on_message(self, message: tuple[bytes, ...]) -> bool:
@@ -173,8 +183,22 @@ async def test_messages_of_several_connections_are_delivered_together() -> None:
         assert (faults, results.count(None)) == ([Fault.RESET], 1)
 
 
+async def test_bytes_wait_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coalesced_reads, "COALESCE_SECONDS", 3600.0)
+    async with halting_peer(b"", frame(b"one")) as (port, going):
+        connection, receiver = await opened(port), Receiver()
+        delivering = asyncio.create_task(receiver(connection))
+        await asyncio.sleep(0)
+        going.set()
+        await asyncio.sleep(0.1)
+        delivering.cancel()
+        await asyncio.wait([delivering])
+        assert receiver.messages == []
+        assert await connection.receive() == (b"one",)
+        connection.close()
+
+
 async def test_a_connection_that_was_closed_is_read_no_more() -> None:
-    """Its descriptor may be another connection's by then."""
     async with halting_peer(frame(b"one"), frame(b"two")) as (port, going):
         connection, receiver = await opened(port), Receiver()
         delivering = asyncio.create_task(receiver(connection))
@@ -202,7 +226,9 @@ async def test_a_long_message_is_delivered_whole(before: int) -> None:
         connection.close()
 
 
-async def test_a_peer_that_is_not_read_is_made_to_wait() -> None:
+@pytest.mark.parametrize("delivery", ["none", "over", "cancelled"])
+async def test_a_peer_that_is_not_read_is_made_to_wait(delivery: str) -> None:
+    """Also one whose messages were delivered before."""
     sent, writers = 64 * 1024 * 1024, list[asyncio.StreamWriter]()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -214,9 +240,16 @@ async def test_a_peer_that_is_not_read_is_made_to_wait() -> None:
 
     async with await asyncio.start_server(handle, HOST, 0) as server:
         connection = await opened(server.sockets[0].getsockname()[1], longest=1 << 21)
+        receiver = Receiver(enough=1 if delivery == "over" else 1000)
+        if delivery != "none":
+            delivering = asyncio.create_task(receiver(connection))
+            await until(lambda: len(receiver.messages) >= 1)
+            if delivery == "cancelled":
+                delivering.cancel()
+            await asyncio.wait([delivering])
         await asyncio.sleep(0.5)
         assert writers[0].transport.get_write_buffer_size() > sent / 4
-        for _ in range(sent >> 20):
+        for _ in range((sent >> 20) - len(receiver.messages)):
             async with asyncio.timeout(10):
                 assert len((await connection.receive())[0]) == 1 << 20
         connection.close()
@@ -321,7 +354,8 @@ ON_UVLOOP = (
     test_messages_of_several_connections_are_delivered_together,
     test_a_connection_that_was_closed_is_read_no_more,
     functools.partial(test_a_long_message_is_delivered_whole, 262_000),
-    test_a_peer_that_is_not_read_is_made_to_wait,
+    functools.partial(test_a_peer_that_is_not_read_is_made_to_wait, "none"),
+    functools.partial(test_a_peer_that_is_not_read_is_made_to_wait, "cancelled"),
     test_a_fault_of_the_peer_ends_the_delivery,
     test_a_ping_is_answered,
     test_a_message_without_an_end_is_bounded,
