@@ -135,12 +135,12 @@ class ZmtpConnection(asyncio.Protocol):
         try:
             self._deliver_pending()
             while self._on_message is not None:
-                self._read_with(reads)
+                self._join_reads(reads)
                 await self._arrival()
                 self._deliver_pending()
         finally:
             self._on_message = None
-            self._read_alone()
+            self._leave_reads()
 
     def close(self) -> None:
         """End the connection at once. Idempotent."""
@@ -162,7 +162,7 @@ class ZmtpConnection(asyncio.Protocol):
         self.connection_lost(None)
 
     def connection_lost(self, _: Exception | None) -> None:
-        self._read_alone()  # the socket is closed when this returns
+        self._leave_reads()  # the socket is closed when this returns
         self._ended = True
         self._wake()
 
@@ -190,7 +190,7 @@ class ZmtpConnection(asyncio.Protocol):
         self._chunks.append(data)
         self._unread += len(data)
 
-    def _read_with(self, reads: CoalescedReads) -> None:
+    def _join_reads(self, reads: CoalescedReads) -> None:
         """Have the socket read with others, not by the transport. Raises NodeFault: RESET."""
         self._check_open()
         if self._reads is None:
@@ -198,7 +198,7 @@ class ZmtpConnection(asyncio.Protocol):
             reads.add(self._descriptor, self._on_bytes)
             self._reads = reads
 
-    def _read_alone(self) -> None:
+    def _leave_reads(self) -> None:
         if self._reads is not None:
             self._reads.remove(self._descriptor)
             self._reads = None
@@ -232,18 +232,16 @@ class ZmtpConnection(asyncio.Protocol):
     def _on_bytes(self, data: bytes) -> None:
         """Deliver what has come whole. The task in `deliver` is woken only for a fault, and at the end."""
         self._append(data)
-        self._ended = not data
-        goes_on = False
+        self._ended, goes_on = not data, False
+        if self._unread < self._wanted and not self._ended:
+            return
         try:
-            if self._unread >= self._wanted or self._ended:
-                with contextlib.suppress(NodeFault):  # the task finds it again
-                    self._deliver_pending()
-                    goes_on = self._on_message is not None and not self._ended
-            else:
-                goes_on = True
+            with contextlib.suppress(NodeFault):  # the task finds it again
+                self._deliver_pending()
+                goes_on = self._on_message is not None and not self._ended
         finally:
             if not goes_on:
-                self._read_alone()
+                self._leave_reads()
                 self._wake()
 
     def _next_message(self) -> tuple[bytes, ...] | None:

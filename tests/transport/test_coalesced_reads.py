@@ -77,7 +77,6 @@ async def test_what_arrives_within_a_while_is_read_in_one_turn() -> None:
         for name, (ours, theirs) in zip("abc", sockets, strict=True):
             read.add(name, ours)
             theirs.send(name.encode())
-            await asyncio.sleep(0)
         await read.has_read(3)
         assert sorted(read.log) == [("a", b"a"), ("b", b"b"), ("c", b"c")]
         assert len(set(read.turns)) == 1

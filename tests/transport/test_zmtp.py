@@ -13,7 +13,7 @@ import zmq
 
 from pdproxy.errors import Fault, NodeFault
 from pdproxy.transport import coalesced_reads
-from pdproxy.transport.coalesced_reads import CoalescedReads
+from pdproxy.transport.coalesced_reads import CoalescedReads, OnBytes
 from pdproxy.transport.zmtp import MOST_FRAMES, SocketType, ZmtpConnection
 from tests.events.publisher import until
 
@@ -131,7 +131,22 @@ async def test_a_wait_that_is_given_up_loses_no_byte(at: int) -> None:
 
 
 class CheckedReads(CoalescedReads):
-    """Fails where a socket was closed before it is removed: its descriptor may be another one's by then."""
+    """Fails where a socket was closed before it is removed: its descriptor may be another one's by then.
+
+    Attributes:
+        ends: how often the end of a connection was read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = 0
+
+    def add(self, descriptor: int, on_bytes: OnBytes) -> None:
+        def counted(data: bytes) -> None:
+            self.ends += not data
+            on_bytes(data)
+
+        super().add(descriptor, counted)
 
     def remove(self, descriptor: int) -> None:
         os.fstat(descriptor)
@@ -166,7 +181,7 @@ async def test_messages_are_delivered_however_they_are_cut_until_no_more_are_wan
         connection.close()
 
 
-async def test_messages_of_several_connections_are_delivered_together() -> None:
+async def test_connections_that_are_read_together_each_deliver_their_messages() -> None:
     sent = frame(b"one")
     async with halting_peer(b"", sent) as (port, going), halting_peer(b"", sent) as (other_port, other_going):
         receiver, connections = Receiver(enough=2), [await opened(each) for each in (port, other_port)]
@@ -210,6 +225,21 @@ async def test_a_connection_that_was_closed_is_read_no_more() -> None:
         assert (fault.value.fault, receiver.messages) == (Fault.RESET, [(b"one",)])
         with pytest.raises(NodeFault):
             await receiver(connection)
+
+
+async def test_a_connection_that_ends_is_read_once_more() -> None:
+    async def handle(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GREETING + READY + frame(b"one"))
+        await until(lambda: bool(receiver.messages))
+        writer.close()
+
+    receiver = Receiver()
+    async with await asyncio.start_server(handle, HOST, 0) as server:
+        connection = await opened(server.sockets[0].getsockname()[1])
+        with pytest.raises(NodeFault) as fault:
+            await asyncio.wait_for(receiver(connection), 10)
+        assert (fault.value.fault, receiver.messages, receiver.reads.ends) == (Fault.RESET, [(b"one",)], 1)
+        connection.close()
 
 
 @pytest.mark.parametrize("before", [0, 1000, 200_000, 262_000, 300_000])
@@ -351,7 +381,7 @@ async def test_nobody_there_and_somebody_who_leaves() -> None:
 ON_UVLOOP = (
     test_messages_come_whole_however_they_are_cut,
     test_messages_are_delivered_however_they_are_cut_until_no_more_are_wanted,
-    test_messages_of_several_connections_are_delivered_together,
+    test_connections_that_are_read_together_each_deliver_their_messages,
     test_a_connection_that_was_closed_is_read_no_more,
     functools.partial(test_a_long_message_is_delivered_whole, 262_000),
     functools.partial(test_a_peer_that_is_not_read_is_made_to_wait, "none"),
